@@ -1,0 +1,95 @@
+"""`gathered`: a function of full parameters becomes a function of sharded trees."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, overload
+
+import optree
+import torch
+from torch import Tensor
+
+from fsdp.step import Step
+from ragged.tree import sharded_trees
+
+__all__ = ["gathered"]
+
+T = TypeVar("T")
+Args = ParamSpec("Args")
+
+
+@overload
+def gathered(fn: Callable[Args, T], *, reshard_after_forward: bool = True) -> Callable[Args, T]: ...
+@overload
+def gathered(
+    fn: None = None, *, reshard_after_forward: bool = True
+) -> Callable[[Callable[Args, T]], Callable[Args, T]]: ...
+def gathered(fn: Any = None, *, reshard_after_forward: bool = True) -> Any:
+    """Let `fn(params, *args)` take sharded trees: gathered before it, freed after it.
+
+    Sharded trees anywhere in the first argument must be whole units. `fn` gets their full
+    tensors, views of the gathered buffers: nothing is copied. Inside `value_and_grad` they are
+    refilled before the backward of `fn`, which is not run again, and their gradients are
+    reduce-scattered. A plain tree passes through, so `fn` also runs unsharded.
+
+    Args:
+      reshard_after_forward: False keeps the full parameters until backward: more memory, one
+        gather less.
+
+    Raises:
+      ValueError: a tree that covers a part of a unit (naming the missing leaf, and the units= to
+        plan with); an output that is a view of a parameter; a result that requires grad outside
+        `value_and_grad`.
+
+    Example:
+      >>> import torch
+      >>> from ragged import P, make_mesh, shard
+      >>> from fsdp import gathered
+      >>> mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
+      >>> params = shard({"w": torch.eye(2), "b": torch.ones(2)}, mesh, P(ragged="fsdp"))
+      >>> linear = gathered(lambda p, x: x @ p["w"] + p["b"])
+      >>> linear(params, torch.ones(1, 2)).tolist()
+      [[2.0, 2.0]]
+
+    Source: arXiv 2602.22437, section 3; FSDP2's schedule of gathers.
+    """
+    if fn is None:
+        return functools.partial(gathered, reshard_after_forward=reshard_after_forward)
+
+    @functools.wraps(fn)
+    def call(first: Any, *args: Any, **kwargs: Any) -> Any:
+        trees = sharded_trees(first)
+        if not trees:
+            return fn(first, *args, **kwargs)
+        scopes = [tree.scope for tree in trees if tree.scope is not None]
+        if scopes:
+            if any(tree.scope is not scopes[0] for tree in trees):
+                raise ValueError(
+                    "a gathered function got a sharded tree that did not come in through the arguments of "
+                    "value_and_grad beside one that did; pass it as an argument too"
+                )
+            return scopes[0].call(fn, first, args, kwargs, not reshard_after_forward)
+        _refuse_grad((first, args, kwargs))
+        step = Step(trees[0].plan.bound())
+        try:
+            out = step.call(fn, first, args, kwargs, False)
+        finally:
+            step.settle()
+            step.close()
+        _refuse_grad(out)
+        return out
+
+    return call
+
+
+def _refuse_grad(tree: Any) -> None:
+    """Without a step nobody would refill the parameters for backward."""
+    if not torch.is_grad_enabled():
+        return
+    leaves = optree.tree_leaves(tree)  # a sharded tree's leaves are its buffers
+    if any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
+        raise ValueError(
+            "a gathered function can only be differentiated inside value_and_grad (or fully_shard): call it "
+            "there, passing the sharded tree as an argument, or under torch.no_grad()"
+        )

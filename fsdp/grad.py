@@ -1,0 +1,309 @@
+"""`value_and_grad`: JAX's, for sharded trees, with torch's autograd underneath."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fsdp.schedule import Recorder, Schedule
+from fsdp.step import Step, is_sharded, take_part
+from ragged.agree import agree
+from ragged.collectives import all_reduce
+from ragged.layout import Bucket, axis_size
+from ragged.mesh import Comm
+from ragged.reduction import Reduction, reduction
+from ragged.tree import ShardedTree, sharded_trees
+
+__all__ = ["ValueAndGrad", "value_and_grad"]
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    data_axes: str | Sequence[str] | None = None,
+    sum_axes: str | Sequence[str] = (),
+    op: str = "mean",
+) -> ValueAndGrad:
+    """A function that returns the loss and its gradient with respect to sharded trees.
+
+    `f(params, *args) -> (loss, grads)`, or `((loss, aux), grads)`. Every rank passes its own
+    batch; loss and gradients are the mean (or sum) over the data axes. `grads` has the plan of
+    the parameters; a leaf that the loss doesn't use has gradient zero on every rank.
+
+    Pass every sharded tree that the loss uses as an argument, frozen ones too. Plain trees of
+    tensors work as well: then nothing is sharded, averaged or sent.
+
+    Args:
+      loss_fn: returns a scalar tensor, or `(scalar, aux)` with `has_aux`.
+      argnums: the positional arguments to differentiate.
+      data_axes: mesh axes along which ranks see different data. By default axes that are ragged for
+        some leaf, and axes that no leaf names. Others, which cut leaves evenly (tensor
+        parallelism), see the same data and are never averaged over.
+      sum_axes: axes that are no data axes, but over which gradients of leaves that they
+        don't cut are partial sums (sequence parallelism).
+      op: "mean" or "sum".
+
+    Raises:
+      ValueError: on all ranks: a loss that is no scalar, integer leaves, trees on different
+        meshes, plain and sharded trees mixed in the differentiated arguments, or units used in
+        another order than on other ranks or in earlier steps. If any rank fails, all raise.
+
+    Example:
+      >>> import torch
+      >>> from ragged import P, make_mesh, shard, unshard
+      >>> from fsdp import gathered, value_and_grad
+      >>> mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
+      >>> params = shard({"w": torch.ones(3)}, mesh, P(ragged="fsdp"))
+      >>> loss = gathered(lambda p, x: (p["w"] * x).sum())
+      >>> value, grads = value_and_grad(loss)(params, torch.arange(3.0))
+      >>> value.item(), unshard(grads)["w"].tolist()
+      (3.0, [0.0, 1.0, 2.0])
+    """
+    return ValueAndGrad(
+        loss_fn,
+        (argnums,) if isinstance(argnums, int) else tuple(argnums),
+        isinstance(argnums, int),
+        has_aux,
+        None if data_axes is None else _axes(data_axes),
+        _axes(sum_axes),
+        op,
+    )
+
+
+def _axes(axes: str | Sequence[str]) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+class ValueAndGrad:
+    """What `value_and_grad` returns: a function that remembers the order of its collectives."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        argnums: tuple[int, ...],
+        single: bool,
+        has_aux: bool,
+        data_axes: tuple[str, ...] | None,
+        sum_axes: tuple[str, ...],
+        op: str,
+    ) -> None:
+        if op not in ("mean", "sum"):
+            raise ValueError(f'op={op!r}: expected "mean" or "sum"')
+        functools.update_wrapper(self, loss_fn, updated=())
+        self.loss_fn, self.argnums, self.single, self.has_aux = loss_fn, argnums, single, has_aux
+        self.data_axes, self.sum_axes, self.op = data_axes, sum_axes, op
+        self._schedules: dict[Any, Schedule] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if max(self.argnums) >= len(args):
+            raise ValueError(f"argnums {self.argnums} but only {len(args)} positional arguments")
+        wanted: Any = [args[i] for i in self.argnums]
+        trees = sharded_trees((args, kwargs))
+        if not sharded_trees(wanted):
+            if trees:
+                raise ValueError("no sharded tree among the differentiated arguments, but one among the others")
+            return self._plain(args, kwargs)
+        if any(isinstance(x, Tensor) for x in optree.tree_leaves(wanted, is_leaf=is_sharded)):
+            raise ValueError(
+                "the differentiated arguments mix sharded trees and plain tensors; shard those too, with spec "
+                "None (replicated) if they are small"
+            )
+        return self._sharded(args, kwargs, trees)
+
+    def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Without sharded trees: ordinary gradients of ordinary tensors."""
+        traced = list(args)
+        for i in self.argnums:
+            traced[i] = optree.tree_map(_leaf, args[i])
+        wanted: Any = [traced[i] for i in self.argnums]
+        leaves: list[Tensor] = optree.tree_leaves(wanted)
+        with torch.enable_grad():
+            loss, aux = self._split(self.loss_fn(*traced, **kwargs))
+        grads: Sequence[Tensor | None] = [None] * len(leaves)
+        if loss.requires_grad:
+            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        found = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
+        out: Any = optree.tree_unflatten(optree.tree_structure(wanted), found)
+        return self._result(loss.detach(), aux, out)
+
+    def _sharded(self, args: tuple[Any, ...], kwargs: dict[str, Any], trees: list[ShardedTree]) -> Any:
+        comm = trees[0].plan.bound()
+        key = tuple(tree.plan for tree in trees)
+        schedule = self._schedules.get(key)
+        recorder = Recorder(schedule, comm)
+        data_axes = self.data_axes if self.data_axes is not None else _data_axes(trees, comm)
+
+        def how(bucket: Bucket) -> Reduction:
+            return reduction(bucket, comm.axes, data_axes, self.sum_axes, self.op)
+
+        step = Step(comm, schedule, recorder, how)
+        loss, aux, grads, error, forward = None, None, None, None, 0
+        try:
+            self._check(trees, comm)
+            traced_args, traced_kwargs, leaves = self._trace(args, kwargs, step)
+            with torch.enable_grad():
+                loss, aux = self._split(self.loss_fn(*traced_args, **traced_kwargs))
+            forward = len(recorder.seen)
+            step.backward = True
+            direct: list[Tensor | None] = [None] * len(leaves)
+            if loss.requires_grad:
+                direct = list(torch.autograd.grad(loss, leaves, allow_unused=True))
+            step.finish()
+            wanted = [traced_args[i] for i in self.argnums]
+            grads = _collected(wanted, step, dict(zip(map(id, leaves), direct, strict=True)), how)
+            loss, aux = loss.detach(), optree.tree_map(_detached, aux)
+        except Exception as caught:
+            error = caught
+        calls = tuple(step.calls)
+        try:
+            step.settle()
+            value = self._close(comm, recorder, how, loss, error, data_axes)
+        finally:
+            step.close()
+        if recorder.learning:
+            self._schedules[key] = Schedule.learn(calls, recorder.seen, forward)
+        return self._result(value, aux, grads)
+
+    def _close(
+        self,
+        comm: Comm,
+        recorder: Recorder,
+        how: Callable[[Bucket], Reduction],
+        loss: Tensor | None,
+        error: Exception | None,
+        data_axes: tuple[str, ...],
+    ) -> Tensor:
+        """End the step on all ranks together: the mean loss, or an error everywhere."""
+        if recorder.lost:  # every rank raised in the same comparison
+            assert error is not None
+            raise error
+        if recorder.learning:
+            agree("the end of the step", {}, comm.everyone, error)
+        elif error is not None:
+            take_part(recorder.remaining(), how, comm)
+        group = comm.everyone
+        if group.size == 1:
+            if error is not None:
+                raise error
+            assert loss is not None
+            return loss
+        # One message for the loss and for whether anybody failed; sums of fp64 lose nothing.
+        report = torch.zeros(2, dtype=torch.float64, device=comm.device)
+        if loss is not None and error is None:
+            report[0] = loss
+        report[1] = 0.0 if error is None else 1.0
+        all_reduce(report, group).wait()
+        if report[1].item() > 0:
+            agree("a step", {}, group, error)
+        assert loss is not None
+        data = axis_size(comm.axes, data_axes)
+        share = group.size if self.op == "mean" else group.size // data
+        return (report[0] / share).to(loss.dtype)
+
+    def _check(self, trees: list[ShardedTree], comm: Comm) -> None:
+        for tree in trees:
+            if tree.scope is not None:
+                raise ValueError("value_and_grad inside a differentiated function: nesting is not supported")
+            if tree.plan.bound().mesh != comm.mesh:
+                raise ValueError("the sharded trees of one step lie on different meshes; shard them on one")
+        unknown = [a for a in (*(self.data_axes or ()), *self.sum_axes) if a not in comm.axes]
+        if unknown:
+            raise ValueError(f"mesh axis {unknown[0]!r} is not one of {list(comm.axes)}")
+
+    def _trace(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], step: Step
+    ) -> tuple[list[Any], dict[str, Any], list[Tensor]]:
+        """The arguments with trees that know the step, and the tensors to differentiate."""
+        leaves: list[Tensor] = []
+        count = 0
+
+        def trace(tree: Any, learns: bool) -> Any:
+            nonlocal count
+            if not isinstance(tree, ShardedTree):
+                return tree
+            tensors = [
+                _traced(tensor, piece.bucket, learns)
+                for tensor, piece in zip(tree.tensors, tree.selection.pieces, strict=True)
+            ]
+            traced = ShardedTree(tree.plan, tree.selection, tensors, scope=step, lives=tree._lives)
+            step.register(traced, "" if count == 0 else f"tree {count}: ", learns)
+            leaves.extend(t for t in tensors if t.requires_grad)
+            count += 1
+            return traced
+
+        out: list[Any] = [
+            optree.tree_map(functools.partial(trace, learns=i in self.argnums), arg, is_leaf=is_sharded)
+            for i, arg in enumerate(args)
+        ]
+        given: Any = kwargs
+        named: Any = optree.tree_map(functools.partial(trace, learns=False), given, is_leaf=is_sharded)
+        return out, named, leaves
+
+    def _split(self, out: Any) -> tuple[Tensor, Any]:
+        if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise ValueError(f"has_aux=True, but the loss function returned {type(out).__name__}, not (loss, aux)")
+        loss, aux = out if self.has_aux else (out, None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            what = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"the loss must be one real number in a tensor, got {what}; reduce it, or use has_aux")
+        return loss.reshape(()), aux
+
+    def _result(self, loss: Tensor, aux: Any, grads: list[Any] | None) -> Any:
+        assert grads is not None
+        out = grads[0] if self.single else tuple(grads)
+        return ((loss, aux), out) if self.has_aux else (loss, out)
+
+
+def _leaf(x: Tensor) -> Tensor:
+    if not (x.is_floating_point() or x.is_complex()):
+        raise ValueError(f"can't differentiate with respect to {x.dtype}; pass such leaves as another argument")
+    return x.detach().requires_grad_()
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def _traced(tensor: Tensor, bucket: Bucket, learns: bool) -> Tensor:
+    if learns and not bucket.frozen and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(
+            f"can't differentiate with respect to leaf {bucket.leaves[0].path!r} of {tensor.dtype}; partition such "
+            "leaves into a tree of their own, or plan with frozen="
+        )
+    return tensor.detach().requires_grad_(learns and not bucket.frozen)
+
+
+def _data_axes(trees: Sequence[ShardedTree], comm: Comm) -> tuple[str, ...]:
+    """Axes that are ragged for some leaf, and axes that no leaf names."""
+    buckets = [piece.bucket for tree in trees for piece in tree.selection.pieces]
+    ragged = {a for b in buckets for a in b.ragged}
+    even = {a for b in buckets for a in b.even}
+    return tuple(a for a in comm.axes if a in ragged or a not in even)
+
+
+def _collected(
+    wanted: Sequence[Any], step: Step, direct: dict[int, Tensor | None], how: Callable[[Bucket], Reduction]
+) -> list[Any]:
+    """The gradients in the form of the differentiated arguments."""
+
+    def grads(tree: Any) -> Any:
+        if not isinstance(tree, ShardedTree):
+            return tree
+        out = []
+        for piece, tensor in zip(tree.selection.pieces, tree.tensors, strict=True):
+            found = step.grads.get(step.key_of(tensor))
+            extra = direct.get(id(tensor))
+            if extra is not None:  # through computed trees: a sum, not yet divided
+                extra = extra / how(piece.bucket).divisor
+                found = extra if found is None else found + extra
+            out.append(torch.zeros_like(tensor) if found is None else found)
+        return tree.with_tensors(out)
+
+    return [optree.tree_map(grads, tree, is_leaf=is_sharded) for tree in wanted]

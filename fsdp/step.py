@@ -1,0 +1,288 @@
+"""One run of a differentiated function: which buckets are full, what is in flight, what comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fsdp.full import Full
+from fsdp.schedule import Event, Recorder, Schedule
+from ragged.buffer import gather_into
+from ragged.collectives import Pending
+from ragged.layout import Bucket
+from ragged.mesh import Comm
+from ragged.reduction import Reduction, reduce_buffer
+from ragged.tree import ShardedTree, sharded_trees
+
+__all__ = ["Step", "is_sharded", "take_part"]
+
+
+def is_sharded(x: Any) -> bool:
+    return isinstance(x, ShardedTree)
+
+
+class Step:
+    """The scope that sharded trees carry inside `value_and_grad` (and inside `fold` without grad).
+
+    Forward: a gathered call waits for its buckets, starts those of the next call, and frees
+    idle ones of earlier calls. The last call's buckets stay filled for backward, which begins
+    with them. Backward: before a call's nodes run its buckets are refilled, and those of the
+    call before it are started; a bucket's gradients are reduced as soon as they are complete.
+
+    Attributes:
+      comm: the mesh; `recorder`: order of collectives, None without gradients.
+      depth: how many calls ahead forward gathers run.
+      hints: trees that the next calls will use, while no schedule is known.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        schedule: Schedule | None = None,
+        recorder: Recorder | None = None,
+        how: Callable[[Bucket], Reduction] | None = None,
+    ) -> None:
+        self.comm, self.schedule, self.recorder, self.how = comm, schedule, recorder, how
+        self.last_call = {} if schedule is None else schedule.last_call
+        self.calls: list[tuple[str, ...]] = []
+        self.grads: dict[str, Tensor] = {}
+        self.depth = 1
+        self.hints: list[ShardedTree] = []
+        self.backward = False
+        self.closed = False
+        self._by_tensor: dict[int, Full] = {}
+        self._by_key: dict[str, Full] = {}
+        self._order: list[Full] = []  # trainable buckets by first use: their reduces run in reverse
+        self._ready: dict[str, Tensor] = {}
+        self._flying: tuple[Full, Pending] | None = None
+
+    # Trees and buckets
+
+    def register(self, tree: ShardedTree, name: str, trainable: bool) -> None:
+        """Know a tree's whole buckets by name, so that they can be started ahead."""
+        for piece, tensor in zip(tree.selection.pieces, tree.tensors, strict=True):
+            if piece.whole:
+                learns = trainable and tensor.requires_grad
+                self._add(f"{name}{piece.bucket.name}", tensor, piece.bucket, tree.plan.bound(), learns)
+
+    def _add(self, key: str, tensor: Tensor, bucket: Bucket, comm: Comm, trainable: bool) -> Full:
+        full = Full(key, tensor, bucket, comm, trainable)
+        self._by_tensor[id(tensor)] = self._by_key[key] = full
+        return full
+
+    def _fulls(self, tree: ShardedTree) -> list[Full]:
+        """The buckets of a tree, which must be whole."""
+        tree.require_whole_buckets("a gathered function")
+        out = []
+        for piece, tensor in zip(tree.selection.pieces, tree.tensors, strict=True):
+            full = self._by_tensor.get(id(tensor))
+            if full is None:
+                key = f"derived {len(self._by_key)}: {piece.bucket.name}"
+                full = self._add(key, tensor, piece.bucket, tree.plan.bound(), tensor.requires_grad)
+            out.append(full)
+        return out
+
+    def key_of(self, tensor: Tensor) -> str:
+        """The name under which a tensor was registered, "" if it was not."""
+        full = self._by_tensor.get(id(tensor))
+        return "" if full is None else full.key
+
+    # Forward
+
+    def call(
+        self, fn: Callable[..., Any], first: Any, args: tuple[Any, ...], kwargs: dict[str, Any], keep: bool
+    ) -> Any:
+        """Run `fn` on the full parameters of the trees in `first`."""
+        if self.closed:
+            raise ValueError(
+                "a sharded tree was kept from inside a differentiated function and used after it; "
+                "use the tree that was passed to value_and_grad"
+            )
+        fulls = list({f.key: f for tree in sharded_trees(first) for f in self._fulls(tree)}.values())
+        index = self._enter(fulls)
+        for full in fulls:
+            full.uses += 1
+            full.keep |= keep
+        try:
+            out = fn(self._substitute(first), *args, **kwargs)
+        finally:
+            for full in fulls:
+                full.uses -= 1
+        outputs = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor)]
+        for x in outputs:
+            if any(full.owns(x) for full in fulls):
+                raise ValueError(
+                    f"a gathered function returned a tensor of shape {tuple(x.shape)} that is a view of its "
+                    "parameters, whose memory is freed now; return a computed value or a clone"
+                )
+            if index is not None and x.grad_fn is not None:
+                x.grad_fn.register_prehook(self._before_backward(index))
+        return out
+
+    def _enter(self, fulls: Sequence[Full]) -> int | None:
+        """Have the buckets filled; in forward, also free idle ones and start the next."""
+        if self.backward:  # recomputation inside a checkpoint
+            self._ensure(fulls)
+            return None
+        index = len(self.calls)
+        self.calls.append(tuple(full.key for full in fulls))
+        for other in self._by_key.values():
+            idle = other.filled and not other.uses and not other.keep and other not in fulls
+            if idle and self.last_call.get(other.key, -1) < index:
+                other.empty()
+        self._ensure(fulls)
+        for full in fulls:
+            if full.trainable and full not in self._order:
+                self._order.append(full)
+        self._prefetch(index)
+        return index
+
+    def _ensure(self, fulls: Sequence[Full]) -> None:
+        for full in fulls:
+            self._start(full)
+        for full in fulls:
+            full.wait()
+
+    def _start(self, full: Full) -> None:
+        if full.filled or full.pending is not None:
+            return
+        if full.reduced:
+            raise ValueError(f"unit {full.key!r} is used again in backward after its gradient was complete")
+        if self.recorder is not None:
+            self.recorder.issue(Event("gather", full.key, full.bucket))
+        full.fill()
+
+    def _prefetch(self, index: int) -> None:
+        if self.schedule is not None:
+            for call in self.schedule.calls[index + 1 : index + 1 + self.depth]:
+                for key in call:
+                    if key in self._by_key:  # a derived tree doesn't exist yet
+                        self._start(self._by_key[key])
+        else:
+            for tree in self.hints[: self.depth]:
+                for full in self._fulls(tree):
+                    self._start(full)
+
+    def _substitute(self, first: Any) -> Any:
+        def full_tree(tree: Any) -> Any:
+            if not isinstance(tree, ShardedTree):
+                return tree
+            views: dict[str, Tensor] = {}
+            for full in self._fulls(tree):
+                views |= full.views(self._collect)
+            return optree.tree_unflatten(tree.selection.structure, [views[p] for p in tree.paths])
+
+        return optree.tree_map(full_tree, first, is_leaf=is_sharded)
+
+    # Backward
+
+    def _before_backward(self, index: int) -> Callable[..., None]:
+        def hook(_: Any) -> None:
+            keys = self.calls[index] if not self.closed else ()
+            fulls = [self._by_key[key] for key in keys]
+            self._ensure([f for f in fulls if not f.reduced])
+            for key in self.calls[index - 1] if keys and index > 0 else ():
+                if not self._by_key[key].reduced:
+                    self._start(self._by_key[key])
+
+        return hook
+
+    def _collect(self, full: Full, grads: tuple[Tensor | None, ...]) -> Tensor | None:
+        """Gradients of a bucket are complete: reduce them, in the one order of all ranks."""
+        assert self.how is not None
+        self._ensure([full])
+        full.reduced = True
+        if full.shard.grad_fn is not None:
+            return self._collect_now(full, grads)
+        self._ready[full.key] = full.contributions(grads)
+        self._reduce_ready()
+        return None
+
+    def _collect_now(self, full: Full, grads: tuple[Tensor | None, ...]) -> Tensor:
+        """The gradient of a computed shard goes on through autograd, so it can't wait.
+
+        It is a sum; the division comes at the end, once for all that reaches a leaf this way.
+        """
+        assert self.how is not None
+        while self._order and self._order[-1] is not full:
+            self._ready.setdefault(self._order[-1].key, self._zeros(self._order[-1]))
+            self._reduce_ready()
+        self._order.pop()
+        buffer = full.contributions(grads)
+        self._issue_reduce(full)
+        how = Reduction(self.how(full.bucket).across, 1)
+        out = reduce_buffer(buffer, full.bucket, full.comm, how).wait()
+        full.empty()
+        return out
+
+    def _zeros(self, full: Full) -> Tensor:
+        full.wait()
+        full.reduced = True
+        return full.contributions(None)
+
+    def _issue_reduce(self, full: Full) -> None:
+        self._land()
+        if self.recorder is not None:
+            self.recorder.issue(Event("reduce", full.key, full.bucket))
+
+    def _reduce_ready(self) -> None:
+        """Launch what is complete, as long as it is next in order; at most one stays in flight."""
+        assert self.how is not None
+        while self._order and self._order[-1].key in self._ready:
+            full = self._order.pop()
+            self._issue_reduce(full)
+            buffer = self._ready.pop(full.key)
+            self._flying = full, reduce_buffer(buffer, full.bucket, full.comm, self.how(full.bucket))
+
+    def _land(self) -> None:
+        if self._flying is not None:
+            full, pending = self._flying
+            self.grads[full.key] = pending.wait()
+            full.empty()
+            self._flying = None
+
+    def finish(self) -> None:
+        """After backward: zeros for what got no gradient, and the last reduce."""
+        while self._order:
+            last = self._order[-1]
+            if last.key not in self._ready:
+                self._ready[last.key] = self._zeros(last)
+            self._reduce_ready()
+        self._land()
+
+    # The end
+
+    def settle(self) -> None:
+        """Let everything in flight arrive, whatever state the step is in."""
+        for full in self._by_key.values():
+            full.wait()
+        if self._flying is not None:
+            self._flying[1].wait()
+
+    def close(self) -> None:
+        """Free everything; trees that carry this scope are dead from now on."""
+        self.closed = True
+        for full in self._by_key.values():
+            full.empty()
+            full.clear()
+        self._by_key.clear()
+        self._by_tensor.clear()
+        self._order.clear()
+        self._ready.clear()
+        self.hints = []
+
+
+def take_part(events: Sequence[Event], how: Callable[[Bucket], Reduction], comm: Comm) -> None:
+    """Join collectives that other ranks wait for, with zeros; their step will raise at its end."""
+    for event in events:
+        bucket = event.bucket
+        local = torch.zeros(bucket.bounds.size(comm.rank(bucket.ragged)), dtype=bucket.dtype, device=comm.device)
+        full = torch.zeros(bucket.length, dtype=bucket.dtype, device=comm.device)
+        if event.kind == "gather":
+            gather_into(full, local, bucket, comm).wait()
+        else:
+            reduce_buffer(full, bucket, comm, how(bucket)).wait()

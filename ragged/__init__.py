@@ -1,0 +1,50 @@
+"""Functional sharding specs over PyTorch: ragged shards, plans, zero-copy buffers.
+
+A pytree of tensors, a mesh with named axes and a spec per leaf give a plan; a plan gives a
+`ShardedTree` whose leaves are flat local buffers. See the README for the shortest loop.
+"""
+
+from ragged import collectives, random
+from ragged.buffer import DBuffer
+from ragged.initialize import init
+from ragged.layout import Bucket, LeafInfo, Unit
+from ragged.mapping import map_leaves, tree_map
+from ragged.mesh import make_mesh
+from ragged.picture import typeof, visualize
+from ragged.planning import plan
+from ragged.plans import Plan
+from ragged.resolver import rules
+from ragged.sharding import from_local, shard
+from ragged.spec import ELEMENT, ROW, TENSOR, P
+from ragged.structure import combine, partition
+from ragged.tree import ShardedTree
+from ragged.unsharding import reduce_scatter, unshard
+
+__all__ = [
+    "ELEMENT",
+    "ROW",
+    "TENSOR",
+    "Bucket",
+    "DBuffer",
+    "LeafInfo",
+    "P",
+    "Plan",
+    "ShardedTree",
+    "Unit",
+    "collectives",
+    "combine",
+    "from_local",
+    "init",
+    "make_mesh",
+    "map_leaves",
+    "partition",
+    "plan",
+    "random",
+    "reduce_scatter",
+    "rules",
+    "shard",
+    "tree_map",
+    "typeof",
+    "unshard",
+    "visualize",
+]

@@ -1,0 +1,51 @@
+"""Compare what must be equal on all ranks before anything that would hang or abort on it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from ragged.collectives import Group, all_gather_object
+
+__all__ = ["agree"]
+
+
+def agree(what: str, facts: Mapping[str, str], group: Group, error: Exception | None = None) -> None:
+    """Raise on every rank unless all ranks hold the same facts and none met an error.
+
+    Args:
+      what: what is being compared, for the message.
+      facts: values by name, most telling first.
+      error: what went wrong on this rank before it came here, if anything did. Ranks that
+        fail early still call this, so that the others learn of it rather than wait.
+
+    Raises:
+      ValueError: naming the first difference, a rank on either side and both values; or the
+        failing rank and its message. The failing rank raises its own error.
+    """
+    if group.size == 1:
+        if error is not None:
+            raise error
+        return
+    text = "\n".join(f"{name}\t{value}" for name, value in facts.items())
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    views = all_gather_object((digest, None if error is None else f"{error}"), group)
+    failed = [(k, message) for k, (_, message) in enumerate(views) if message is not None]
+    if failed:
+        if error is not None:
+            raise error
+        rank, message = failed[0]
+        raise ValueError(f"{what}: rank {group.ranks[rank]} failed: {message}")
+    if len({d for d, _ in views}) == 1:
+        return
+    tables = all_gather_object(dict(facts), group)
+    raise ValueError(f"{what} differs between ranks: {_difference(tables, group.ranks)}")
+
+
+def _difference(tables: list[dict[str, str]], ranks: tuple[int, ...]) -> str:
+    for name in dict.fromkeys(name for table in tables for name in table):
+        for k, table in enumerate(tables):
+            if table.get(name) != tables[0].get(name):
+                here, there = (t.get(name, "nothing") for t in (tables[0], table))
+                return f"{name}: rank {ranks[0]} has {here}, rank {ranks[k]} has {there}"
+    return "the order of " + ", ".join(list(tables[0])[:3])

@@ -1,0 +1,104 @@
+"""`DBuffer`: one flat local tensor of which leaves are views, gathered and reduced as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ragged.collectives import Pending, all_gather
+from ragged.layout import Bucket
+from ragged.mesh import Comm
+from ragged.reduction import reduce_buffer, reduction
+
+__all__ = ["DBuffer", "full_views", "gather_into"]
+
+
+@dataclass(frozen=True)
+class DBuffer:
+    """This rank's shard of a bucket.
+
+    Attributes:
+      tensor: 1-D, S elements (this rank's share where the spec gave `shares`); group arithmetic
+        on it is arithmetic on all its leaves, since padding is zero.
+      bucket: the layout; `comm`: the mesh's process groups.
+
+    Example:
+      >>> import torch
+      >>> from ragged import P, make_mesh, shard
+      >>> mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
+      >>> (buffer,) = shard({"w": torch.ones(4, 2)}, mesh, P(ragged="fsdp")).buffers
+      >>> buffer.views(buffer.gather())["w"].shape
+      torch.Size([4, 2])
+
+    Source: DBuffer, arXiv 2602.22437, section 5.
+    """
+
+    tensor: Tensor
+    bucket: Bucket
+    comm: Comm
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank(self.bucket.ragged)
+
+    def gather(self, out: Tensor | None = None) -> Tensor:
+        """The global buffer, gathered straight into `out` (1-D, `bucket.length` elements).
+
+        Raises:
+          ValueError: `out` has another size or dtype.
+        """
+        if out is None:
+            if self.bucket.ranks == 1:
+                return self.tensor
+            out = self.tensor.new_empty(self.bucket.length)
+        if out.shape != (self.bucket.length,) or out.dtype != self.tensor.dtype:
+            raise ValueError(
+                f"gather of bucket {self.bucket.name!r} needs out of shape ({self.bucket.length},) and dtype "
+                f"{self.tensor.dtype}, got {tuple(out.shape)} and {out.dtype}"
+            )
+        return gather_into(out, self.tensor, self.bucket, self.comm).wait()
+
+    def reduce(self, full: Tensor, op: str = "mean") -> Tensor:
+        """Reduce the ranks' global buffers to this rank's shard of their sum or mean.
+
+        Every rank that doesn't differ on an even axis contributes. `full` may be overwritten.
+
+        Raises:
+          ValueError: another size, or an unknown `op`.
+        """
+        if full.shape != (self.bucket.length,):
+            raise ValueError(
+                f"reduce of bucket {self.bucket.name!r} needs shape ({self.bucket.length},), got {tuple(full.shape)}"
+            )
+        axes = self.comm.axes
+        how = reduction(self.bucket, axes, tuple(a for a in axes if a not in self.bucket.even), op=op)
+        return reduce_buffer(full, self.bucket, self.comm, how).wait()
+
+    def leaf(self, path: str) -> Tensor:
+        """This rank's run of a leaf, a 1-D view; possibly empty.
+
+        Raises:
+          ValueError: the bucket has no leaf of that path.
+        """
+        for info in self.bucket.leaves:
+            if info.path == path:
+                start, stop = info.span(self.rank)
+                begin = info.offset + start - self.bucket.bounds(self.rank) if stop > start else 0
+                return self.tensor[begin : begin + stop - start]
+        raise ValueError(f"no leaf {path!r} in bucket {self.bucket.name!r}")
+
+    def views(self, full: Tensor) -> dict[str, Tensor]:
+        """Full leaves (after the even dims) as views of the global buffer, by path."""
+        return full_views(full, self.bucket)
+
+
+def gather_into(out: Tensor, shard: Tensor, bucket: Bucket, comm: Comm) -> Pending:
+    """Start gathering a bucket's shards straight into its global buffer."""
+    sizes = bucket.bounds.sizes if bucket.bounds.explicit else None
+    return all_gather(out, shard, comm.group(bucket.ragged), sizes)
+
+
+def full_views(full: Tensor, bucket: Bucket) -> dict[str, Tensor]:
+    """Full leaves as views of a bucket's global buffer."""
+    return {f.path: full[f.offset : f.stop].view(f.local_shape) for f in bucket.leaves}

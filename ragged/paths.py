@@ -1,0 +1,70 @@
+"""Trees of tensors as dotted paths: flatten, order, describe."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+__all__ = ["Shaped", "flatten", "is_shaped", "natural_key", "shaped"]
+
+
+class Shaped(NamedTuple):
+    """Shape and dtype of a leaf: all that a plan needs to know about it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def is_shaped(x: Any) -> bool:
+    """Whether `x` is a `(shape, dtype)` pair, which stands for a tensor in a tree to plan."""
+    return type(x) in (tuple, Shaped) and len(x) == 2 and isinstance(x[1], torch.dtype)
+
+
+def shaped(path: str, leaf: Any) -> Shaped:
+    """Shape and dtype of a tensor, meta tensor or `(shape, dtype)` pair."""
+    if is_shaped(leaf):
+        return Shaped(tuple(int(n) for n in leaf[0]), leaf[1])
+    if isinstance(leaf, torch.Tensor):
+        return Shaped(tuple(leaf.shape), leaf.dtype)
+    raise ValueError(f"leaf {path!r} is a {type(leaf).__name__}; expected a tensor, a meta tensor or (shape, dtype)")
+
+
+def flatten(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = is_shaped
+) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
+    """Dotted paths, leaves and structure of a tree; `None` is structure, never a leaf.
+
+    Raises:
+      ValueError: two leaves with the same dotted path, as in `{"a.b": x, "a": {"b": y}}`.
+
+    Example:
+      >>> flatten({"layers": [{"wq": 1}, {"wq": 2}]}, None)[0]
+      ['layers.0.wq', 'layers.1.wq']
+    """
+    raw, leaves, spec = optree.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    paths = [".".join(str(entry) for entry in path) for path in raw]
+    if len(set(paths)) < len(paths):
+        twice = next(p for p in paths if paths.count(p) > 1)
+        raise ValueError(f"two leaves of the tree have the path {twice!r}; rename one of the keys")
+    return paths, leaves, spec
+
+
+_DIGITS = re.compile(r"(\d+)")
+
+
+def natural_key(path: str) -> tuple[tuple[tuple[int, int, str], ...], ...]:
+    """Sort key under which `layers.2` comes before `layers.10`."""
+    return tuple(
+        tuple((0, int(s), "") if s.isdigit() else (1, 0, s) for s in _DIGITS.split(part) if s)
+        for part in path.split(".")
+    )
+
+
+def first_difference(a: Iterable[str], b: Iterable[str]) -> str | None:
+    """The first path, in natural order, that is in one of two collections only."""
+    differing: Sequence[str] = sorted(set(a) ^ set(b), key=natural_key)
+    return differing[0] if differing else None

@@ -1,0 +1,162 @@
+"""`Plan`: the layout of a whole tree, equal on every rank, comparable, printable, storable."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import optree
+from torch.distributed.device_mesh import DeviceMesh
+
+from ragged.layout import Bucket, LeafInfo, Unit
+from ragged.mesh import Comm, mesh_axes
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A pure function's result: where every leaf of a tree lies on every rank of a mesh.
+
+    Made by `ragged.plan`. Two plans are equal if their `fingerprint` is: paths, shapes and
+    layout, not dtype, so that fp32 states and byte codes map with bf16 parameters.
+
+    Attributes:
+      axes: sizes of the mesh axes by name, in mesh order.
+      leaves: `LeafInfo` by dotted path, in the tree's flatten order.
+      units: in natural order (`layers.2` before `layers.10`), each with its buckets.
+      align: every leaf starts at a multiple of it, and S is one (elements).
+      structure: the tree's structure.
+      mesh: the mesh the plan is bound to, or None.
+      memo: what the library derived from the plan once, to find it again.
+    """
+
+    axes: Mapping[str, int]
+    leaves: Mapping[str, LeafInfo]
+    units: tuple[Unit, ...]
+    align: int
+    structure: optree.PyTreeSpec = field(repr=False)
+    comm: Comm | None = field(default=None, repr=False)
+    memo: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        return None if self.comm is None else self.comm.mesh
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return tuple(b for unit in self.units for b in unit.buckets)
+
+    @cached_property
+    def unit(self) -> Mapping[str, Unit]:
+        """Units by name."""
+        return {u.name: u for u in self.units}
+
+    def bind(self, mesh: DeviceMesh) -> Plan:
+        """The same plan attached to a mesh.
+
+        Raises:
+          ValueError: the mesh's axes or sizes are not those the plan was made for.
+        """
+        if self.comm is not None and self.comm.mesh is mesh:
+            return self
+        if mesh_axes(mesh) != dict(self.axes):
+            raise ValueError(f"plan was made for mesh axes {dict(self.axes)}, got a mesh of {mesh_axes(mesh)}")
+        bound = replace(self, comm=Comm(mesh), memo={})
+        bound.__dict__["fingerprint"] = self.fingerprint
+        return bound
+
+    def bound(self) -> Comm:
+        """The plan's communicators.
+
+        Raises:
+          ValueError: the plan was made from axis sizes and is not bound to a mesh.
+        """
+        if self.comm is None:
+            raise ValueError("this plan is not bound to a mesh: use plan.bind(mesh), or pass mesh=")
+        return self.comm
+
+    def shard_size(self, bucket: int | Bucket) -> int:
+        """S of a bucket in elements (the largest, where `shares` make shards unequal)."""
+        return (self.buckets[bucket] if isinstance(bucket, int) else bucket).shard
+
+    @property
+    def padding(self) -> float:
+        """Padding of all buckets together: buffer elements / leaf elements - 1."""
+        elements = sum(b.elements for b in self.buckets)
+        return sum(b.length for b in self.buckets) / elements - 1 if elements else 0.0
+
+    def bytes_per_rank(self) -> int:
+        """Bytes of one rank's shards, in the dtypes the plan was made for."""
+        return sum(b.shard * b.dtype.itemsize for b in self.buckets)
+
+    def describe(self) -> dict[str, str]:
+        """Facts by name, in a form that ranks can compare and a person can read."""
+        facts = {"mesh axes": str(dict(self.axes)), "align": str(self.align)}
+        for path in sorted(self.leaves):
+            leaf = self.leaves[path]
+            dtype = str(leaf.dtype).removeprefix("torch.")
+            facts[f"leaf {path!r}"] = f"{leaf.shape} {dtype}, spec {leaf.spec!r}, block {leaf.block}"
+            facts[f"place of leaf {path!r}"] = f"unit {leaf.unit!r}, bucket {leaf.bucket}, offset {leaf.offset}"
+        for b in self.buckets:
+            facts[f"bucket {b.name!r}"] = f"{b.ranks} ranks, shard size {b.shard}"
+        return facts
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of paths, shapes and layout: equal on all ranks, runs and hash seeds."""
+        facts = [
+            [list(self.axes.items()), self.align],
+            [
+                [p, f.shape, f.local_shape, f.block, f.unit, f.bucket, f.offset, repr(f.spec)]
+                for p, f in sorted(self.leaves.items())
+            ],
+            [[b.index, b.ragged, b.even, b.bounds.ranks, b.bounds.shard, b.bounds.explicit] for b in self.buckets],
+        ]
+        return hashlib.sha256(json.dumps(facts, separators=(",", ":")).encode()).hexdigest()[:32]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Plan) and self.fingerprint == other.fingerprint)
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        axes = " x ".join(f"{name} {size}" for name, size in self.axes.items())
+        return (
+            f"Plan({len(self.leaves)} leaves, {len(self.units)} units, {axes}, "
+            f"padding {self.padding:.2%}, {self.fingerprint[:8]})"
+        )
+
+    def summary(self) -> str:
+        """A table per kind of unit: leaves, elements, S, m*S, padding, bytes per rank."""
+        from ragged.report import summary
+
+        return summary(self)
+
+    def explain(self, path: str) -> str:
+        """Who asked for the block of a leaf, and what it costs in elements per rank."""
+        from ragged.report import explain
+
+        return explain(self, path)
+
+    def to_json(self) -> str:
+        """The plan as JSON text; `Plan.from_json(text, like=tree)` reads it."""
+        from ragged.plan_json import to_json
+
+        return to_json(self)
+
+    @staticmethod
+    def from_json(text: str, like: Any) -> Plan:
+        """A plan from its JSON text; `like` is a tree with the same paths, shapes and dtypes.
+
+        Raises:
+          ValueError: `like` differs, naming the first path.
+        """
+        from ragged.plan_json import from_json
+
+        return from_json(text, like)

@@ -1,0 +1,77 @@
+"""Which ranks a buffer is summed over, and by what the sum is divided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ragged.collectives import Done, Pending, all_reduce, reduce_scatter
+from ragged.layout import Bucket, axis_size
+from ragged.mesh import Comm
+
+__all__ = ["Reduction", "reduce_buffer", "reduction"]
+
+
+class Reduction(NamedTuple):
+    """Reduce-scatter over the bucket's ragged axes, all-reduce over `across`, divide by `divisor`."""
+
+    across: tuple[str, ...]
+    divisor: int
+
+
+def reduction(
+    bucket: Bucket,
+    axes: Mapping[str, int],
+    data_axes: tuple[str, ...],
+    sum_axes: tuple[str, ...] = (),
+    op: str = "mean",
+) -> Reduction:
+    """How the contributions of all ranks become the gradient of a bucket.
+
+    The sum runs over the data axes on which no even dim cuts the leaves, and over `sum_axes`;
+    a mean divides by *all* data axes, which is right for leaves cut by an even data axis too: their
+    owner has already seen the tokens of every rank. Ranks along a ragged axis that is no data
+    axis hold equal contributions, so summing and dividing by their number takes one of them.
+
+    Raises:
+      ValueError: `op` is neither "mean" nor "sum".
+    """
+    if op not in ("mean", "sum"):
+        raise ValueError(f'op={op!r}: expected "mean" or "sum"')
+    across = tuple(
+        a for a in axes if (a in data_axes or a in sum_axes) and a not in bucket.ragged and a not in bucket.even
+    )
+    equal = tuple(a for a in bucket.ragged if a not in data_axes and a not in sum_axes)
+    divisor = axis_size(axes, equal)
+    if op == "mean":
+        divisor *= math.prod(axes[a] for a in data_axes if a in axes)
+    return Reduction(across, divisor)
+
+
+def reduce_buffer(full: Tensor, bucket: Bucket, comm: Comm, how: Reduction) -> Pending:
+    """Start reducing a bucket's global buffer of contributions to this rank's shard of the result."""
+    sizes = bucket.bounds.sizes if bucket.bounds.explicit else None
+    scattered = reduce_scatter(full, comm.group(bucket.ragged), sizes)
+    group = comm.group(how.across)
+    if group.size == 1 and how.divisor == 1:
+        return scattered
+    return _Rest(scattered, group, how.divisor)
+
+
+class _Rest(Pending):
+    """What follows the reduce-scatter once it has arrived: the other axes, and the division."""
+
+    def __init__(self, scattered: Pending, group: object, divisor: int) -> None:
+        self._scattered, self._group, self._divisor = scattered, group, divisor
+        self._result = None
+
+    def wait(self) -> Tensor:
+        if self._result is None:
+            shard = self._scattered.wait()
+            shard = all_reduce(shard, self._group).wait()  # type: ignore[arg-type]
+            self._result = shard.div_(self._divisor) if self._divisor > 1 else shard
+            self._scattered = Done(self._result)
+        return self._result

@@ -1,0 +1,179 @@
+"""From shards back to full tensors, and from full contributions to reduced shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ragged.agree import agree
+from ragged.buffer import full_views
+from ragged.collectives import all_gather, exchange
+from ragged.layout import Bucket, axis_size
+from ragged.mesh import Comm
+from ragged.paths import first_difference, flatten
+from ragged.places import even_slices, flat_rank
+from ragged.plans import Plan
+from ragged.reduction import reduce_buffer, reduction
+from ragged.selection import whole
+from ragged.sharding import mesh_facts
+from ragged.tree import ShardedTree
+
+__all__ = ["reduce_scatter", "unshard"]
+
+
+def unshard(tree: ShardedTree, *, dst: int | None = None) -> Any:
+    """Full tensors in the tree's own structure, independent of the tree's storage.
+
+    Args:
+      tree: any selection.
+      dst: global rank that gets them, None for every rank. Other ranks get None, and hold no
+        more than their shards at any time.
+
+    Raises:
+      ValueError: `dst` is not a rank of the tree's mesh.
+
+    Example:
+      >>> import torch
+      >>> from ragged import P, make_mesh, shard, unshard
+      >>> mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
+      >>> unshard(shard([torch.eye(2)], mesh, P(ragged="fsdp")))[0].tolist()
+      [[1.0, 0.0], [0.0, 1.0]]
+    """
+    comm = tree.plan.bound()
+    if dst is not None and dst not in comm.everyone.ranks:
+        raise ValueError(f"dst={dst} is not a rank of the mesh {comm.mesh.mesh.tolist()}")
+    full: dict[str, Tensor] = {}
+    wanted = set(tree.paths)
+    pieces: dict[int, list[tuple[Any, Tensor]]] = {}
+    for piece, tensor in zip(tree.selection.pieces, tree.tensors, strict=True):
+        pieces.setdefault(piece.bucket.index, []).append((piece, tensor.detach()))
+    for parts in pieces.values():
+        bucket = parts[0][0].bucket
+        shard = _whole_shard(parts, bucket, comm)
+        axes = tuple(a for a in comm.axes if a in bucket.even) + bucket.ragged
+        buffer = _gather(shard, bucket, axes, comm) if dst is None else _send(shard, bucket, axes, comm, dst)
+        if buffer is None:
+            continue
+        for coordinate, part in _coordinates(buffer, bucket, comm):
+            for path, view in full_views(part, bucket).items():
+                if path in wanted:
+                    leaf = tree.plan.leaves[path]
+                    if path not in full:
+                        full[path] = torch.empty(leaf.shape, dtype=view.dtype, device=view.device)
+                    full[path][even_slices(leaf, comm.axes, coordinate)].copy_(view)
+    if dst is not None and dist.get_rank() != dst:
+        return None
+    return optree.tree_unflatten(tree.selection.structure, [full[p] for p in tree.paths])
+
+
+def _whole_shard(parts: list[tuple[Any, Tensor]], bucket: Bucket, comm: Comm) -> Tensor:
+    """The bucket's shard, with zeros where the tree has no leaves."""
+    if parts[0][0].whole:
+        return parts[0][1]
+    rank = comm.rank(bucket.ragged)
+    base = bucket.bounds(rank)
+    out = parts[0][1].new_zeros(bucket.bounds.size(rank))
+    for piece, tensor in parts:
+        start, stop = piece.local(rank)
+        out[start - base : stop - base].copy_(tensor)
+    return out
+
+
+def _shard_sizes(bucket: Bucket, axes: tuple[str, ...], comm: Comm) -> list[int]:
+    even = axis_size(comm.axes, axes) // bucket.ranks
+    return bucket.bounds.sizes * even
+
+
+def _gather(shard: Tensor, bucket: Bucket, axes: tuple[str, ...], comm: Comm) -> Tensor:
+    sizes = _shard_sizes(bucket, axes, comm)
+    out = shard.new_empty(sum(sizes))
+    equal = bucket.bounds.explicit is None
+    return all_gather(out, shard, comm.group(axes), None if equal else sizes).wait()
+
+
+def _send(shard: Tensor, bucket: Bucket, axes: tuple[str, ...], comm: Comm, dst: int) -> Tensor | None:
+    """The buffer on dst, None elsewhere. Only dst's own replica takes part."""
+    group = comm.group(axes)
+    if dst not in group.ranks:
+        return None
+    here, at = group.ranks.index(dst) == group.rank, group.ranks.index(dst)
+    sizes = [n * shard.itemsize for n in _shard_sizes(bucket, axes, comm)] if here else [0] * group.size
+    out = shard.new_empty(sum(sizes) // shard.itemsize)
+    send = [shard.nbytes if k == at else 0 for k in range(group.size)]
+    exchange(shard.contiguous().view(torch.uint8), out.view(torch.uint8), send, sizes, group).wait()
+    return out if here else None
+
+
+def _coordinates(buffer: Tensor, bucket: Bucket, comm: Comm) -> Iterator[tuple[dict[str, int], Tensor]]:
+    """The global buffer of every coordinate on the even axes; one, at {}, without even axes."""
+    even = [a for a in comm.axes if a in bucket.even]
+    count = axis_size(comm.axes, tuple(even))
+    for index in range(count):
+        rest, coordinate = index, {}
+        for axis in reversed(even):
+            rest, coordinate[axis] = divmod(rest, comm.axes[axis])
+        assert flat_rank(comm.axes, coordinate, even) == index
+        yield coordinate, buffer[index * bucket.length : (index + 1) * bucket.length]
+
+
+def reduce_scatter(tree: Any, plan: Plan, op: str = "mean", mesh: DeviceMesh | None = None) -> ShardedTree:
+    """Reduce every rank's full tensors to shards of their mean or sum.
+
+    The only way from contributions to shards: a pending sum is no layout, so nothing unreduced
+    can be moved or read by mistake. Ranks that differ on an even axis hold different parts
+    of a leaf, so `tree` has each rank's own local shapes there.
+
+    Args:
+      tree: this rank's contribution, full tensors (after the even dims) with the plan's paths.
+      op: "mean" or "sum" over all ranks that contribute to an element.
+
+    Raises:
+      ValueError: on all ranks: a path or shape that the plan doesn't have, or an unknown `op`.
+    """
+    comm = (plan if mesh is None else plan.bind(mesh)).bound()
+    plan = plan.bind(comm.mesh)
+    error, given = None, {}
+    try:
+        given = _contributions(tree, plan, op)
+    except ValueError as caught:
+        error = caught
+    dtypes = {f"dtype of leaf {path!r}": str(x.dtype) for path, x in given.items()}
+    agree("reduce_scatter", mesh_facts(comm) | {"op": op} | plan.describe() | dtypes, comm.everyone, error)
+    selection = whole(plan)
+    out = []
+    for piece in selection.pieces:
+        bucket = piece.bucket
+        dtype = given[bucket.leaves[0].path].dtype
+        full = torch.zeros(bucket.length, dtype=dtype, device=comm.device)
+        for path, view in full_views(full, bucket).items():
+            view.copy_(given[path])
+        data = tuple(a for a in comm.axes if a not in bucket.even)
+        shard = reduce_buffer(full, bucket, comm, reduction(bucket, comm.axes, data, op=op)).wait()
+        out.append(shard)
+    return ShardedTree(plan, selection, out)
+
+
+def _contributions(tree: Any, plan: Plan, op: str) -> dict[str, Tensor]:
+    if op not in ("mean", "sum"):
+        raise ValueError(f'op={op!r}: expected "mean" or "sum"')
+    paths, leaves, _ = flatten(tree)
+    if path := first_difference(paths, plan.leaves):
+        raise ValueError(f"contributions and plan differ at {path!r}")
+    given = dict(zip(paths, leaves, strict=True))
+    for path, x in given.items():
+        leaf = plan.leaves[path]
+        if tuple(x.shape) != leaf.local_shape:
+            raise ValueError(f"contribution {path!r} has shape {tuple(x.shape)}, expected {leaf.local_shape}")
+        if op == "mean" and not (x.is_floating_point() or x.is_complex()):
+            raise ValueError(f'contribution {path!r} is {x.dtype}: a mean needs floats; use op="sum"')
+    for bucket in plan.buckets:
+        kinds = {given[f.path].dtype for f in bucket.leaves}
+        if len(kinds) > 1:
+            raise ValueError(f"contributions of bucket {bucket.name!r} mix dtypes {sorted(map(str, kinds))}")
+    return given
