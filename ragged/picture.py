@@ -64,7 +64,7 @@ def visualize(x: ShardedTree | Plan, format: str = "text") -> str:
     """Which rank owns which part of each leaf, with blocks and padding.
 
     Args:
-      x: a plan, or a tree (whose plan is drawn).
+      x: a plan, or a tree, of which the buckets that it lies in are drawn.
       format: "text": a row per leaf and a column per rank; each cell has the elements of the
         run, `·` where a rank owns nothing. Above 16 ranks the columns are groups of ranks.
 
@@ -73,8 +73,11 @@ def visualize(x: ShardedTree | Plan, format: str = "text") -> str:
     """
     if format != "text":
         raise ValueError(f'format={format!r}: expected "text"')
-    plan = x.plan if isinstance(x, ShardedTree) else x
-    return "\n\n".join(_draw(b) for b in plan.buckets)
+    if isinstance(x, ShardedTree):
+        buckets = list({piece.bucket.index: piece.bucket for piece in x.selection.pieces}.values())
+    else:
+        buckets = list(x.buckets)
+    return "\n\n".join(_draw(b) for b in buckets)
 
 
 def _draw(bucket: Bucket) -> str:

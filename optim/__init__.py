@@ -1,0 +1,39 @@
+"""Optimizers as pure functions over sharded trees, with optax's names and shapes."""
+
+from optim import schedules
+from optim.adam import ScaleByAdamState, adamw, scale_by_adam
+from optim.applying import apply_updates, make_step
+from optim.base import EmptyState, GradientTransformation, identity
+from optim.chaining import chain
+from optim.clipping import clip_by_global_norm
+from optim.decay import add_decayed_weights
+from optim.finite import ApplyIfFiniteState, apply_if_finite
+from optim.norms import all_finite, global_norm
+from optim.scaling import ScaleByScheduleState, scale, scale_by_learning_rate, scale_by_schedule
+from optim.sgd import TraceState, sgd, trace
+
+__all__ = [
+    "ApplyIfFiniteState",
+    "EmptyState",
+    "GradientTransformation",
+    "ScaleByAdamState",
+    "ScaleByScheduleState",
+    "TraceState",
+    "adamw",
+    "add_decayed_weights",
+    "all_finite",
+    "apply_if_finite",
+    "apply_updates",
+    "chain",
+    "clip_by_global_norm",
+    "global_norm",
+    "identity",
+    "make_step",
+    "scale",
+    "scale_by_adam",
+    "scale_by_learning_rate",
+    "scale_by_schedule",
+    "schedules",
+    "sgd",
+    "trace",
+]

@@ -1,0 +1,73 @@
+"""`chain`: transformations one after the other."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from optim.base import Blocks, GradientTransformation
+
+__all__ = ["chain"]
+
+
+def chain(*transformations: GradientTransformation) -> GradientTransformation:
+    """Apply transformations in order; the state is a tuple of theirs.
+
+    On the fused path (`make_step`) all but the last run `update`, and the last its `step`. The
+    blocks of a leaf are the least common multiple of what the members ask for.
+
+    Example:
+      >>> import torch
+      >>> from optim import chain, scale
+      >>> tx = chain(scale(2.0), scale(-0.5))
+      >>> tx.update(torch.ones(1), tx.init(None), None)[0].item()
+      -1.0
+    """
+
+    def init_fn(params: Any) -> tuple[Any, ...]:
+        return tuple(tx.init(params) for tx in transformations)
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, tuple[Any, ...]]:
+        _check(state)
+        out = []
+        for tx, s in zip(transformations, state, strict=True):
+            updates, s = tx.update(updates, s, params)
+            out.append(s)
+        return updates, tuple(out)
+
+    def step_fn(params: Any, grads: Any, state: Any) -> tuple[Any, tuple[Any, ...]]:
+        _check(state)
+        out = []
+        for tx, s in zip(transformations[:-1], state[:-1], strict=True):
+            grads, s = tx.update(grads, s, params)
+            out.append(s)
+        last = transformations[-1].step
+        assert last is not None
+        params, s = last(params, grads, state[-1])
+        return params, (*out, s)
+
+    def _check(state: Any) -> None:
+        if len(state) != len(transformations):
+            raise ValueError(f"chain of {len(transformations)} transformations got a state of {len(state)} parts")
+
+    fused = bool(transformations) and transformations[-1].step is not None
+    return GradientTransformation(init_fn, update_fn, step_fn if fused else None, _blocks(transformations))
+
+
+def _blocks(transformations: tuple[GradientTransformation, ...]) -> Blocks | None:
+    asking = [tx.blocks for tx in transformations if tx.blocks is not None]
+    if len(asking) <= 1:
+        return asking[0] if asking else None
+
+    def blocks(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, int] | None:
+        from ragged.spec import block_elements
+
+        wanted = [b for ask in asking if (b := ask(path, shape, dtype)) is not None]
+        if len(wanted) <= 1:
+            return wanted[0] if wanted else None
+        flat = math.lcm(*(block_elements(block, shape) for block, _ in wanted))
+        return flat, math.lcm(*(align for _, align in wanted))
+
+    return blocks

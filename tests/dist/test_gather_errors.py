@@ -1,0 +1,149 @@
+"""What goes wrong on one rank raises on all of them, before anything can hang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp import fold, gathered, value_and_grad
+from ragged import P, make_mesh, partition, shard, unshard
+from tests.models import block, make_loss, make_params, tokens
+
+
+def failing(steps_before: int, where: str) -> str:
+    """Rank 1 fails in some step; returns what this rank's step raised, and trains on."""
+    params = make_params()
+    broken = False
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            if broken and where == "backward":
+                raise RuntimeError("no luck in backward")
+            return g
+
+    def layer(p: Any, x: Tensor) -> Tensor:
+        if broken and where == "forward":
+            raise RuntimeError("no luck in forward")
+        return block(p, Fails.apply(x))  # type: ignore[no-untyped-call]
+
+    f = value_and_grad(make_loss(layer))
+    for _ in range(steps_before):
+        f(params, tokens())
+    broken = dist.get_rank() == 1
+    try:
+        f(params, tokens())
+    except (RuntimeError, ValueError) as error:
+        said = str(error)
+    broken = False
+    want = value_and_grad(make_loss())(params, tokens())[0]
+    for _ in range(2):
+        assert torch.equal(f(params, tokens())[0], want)
+    return said
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("steps_before", [0, 1, 3])
+def test_a_failing_rank_stops_the_step_on_all(run: Any, steps_before: int, where: str) -> None:
+    said = run(3, failing, steps_before, where, timeout=30)
+    assert f"no luck in {where}" in said[1]
+    for k in (0, 2):
+        assert "rank 1" in said[k]
+        assert f"no luck in {where}" in said[k]
+
+
+def other_order(steps_before: int) -> str:
+    params = make_params()
+    turned = False
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        layers = list(p["layers"])
+        return fold(gathered(block), layers[::-1] if turned else layers, x).sum()
+
+    f, x = value_and_grad(loss), torch.ones(2, 16)
+    for _ in range(steps_before):
+        f(params, x)
+    turned = dist.get_rank() == 2
+    with pytest.raises(ValueError, match="layers") as caught:
+        f(params, x)
+    turned = False
+    f(params, x)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_another_order_of_units_on_one_rank(run: Any, steps_before: int) -> None:
+    for text in run(3, other_order, steps_before, timeout=30):
+        assert "layers.0" in text
+        assert "layers.3" in text
+
+
+def changed_everywhere() -> str:
+    params = make_params()
+    f = value_and_grad(lambda p, x, n: fold(gathered(block), p["layers"][:n], x).sum())
+    x = torch.ones(2, 16)
+    f(params, x, 4)
+    f(params, x, 4)
+    with pytest.raises(ValueError, match="same order") as caught:
+        f(params, x, 2)
+    return str(caught.value)
+
+
+def test_another_order_than_in_earlier_steps(run: Any) -> None:
+    for text in run(2, changed_everywhere, timeout=30):
+        assert "reduce of layers.1" in text or "gather of layers" in text
+
+
+def misuse() -> None:
+    params = make_params()
+    x = torch.ones(2, 16)
+
+    with pytest.raises(ValueError, match=r"lacks 'layers.0.b' of unit 'layers.0'.*units="):
+        gathered(lambda p, x: x)(partition(params, lambda path, _: path.endswith("w"))[0]["layers"][0], x)
+    with pytest.raises(ValueError, match="view of its parameters"), torch.no_grad():
+        gathered(lambda p, x: p["w"][1:])(params["layers"][0], x)
+    with pytest.raises(ValueError, match="only be differentiated inside value_and_grad"):
+        gathered(block)(params["layers"][0], x.clone().requires_grad_())
+    with pytest.raises(ValueError, match="one real number"):
+        value_and_grad(lambda p, x: gathered(block)(p["layers"][0], x))(params, x)
+    with pytest.raises(ValueError, match="as an argument"):
+        value_and_grad(lambda p, x: gathered(lambda q, x: x)([p["layers"][0], params["layers"][1]], x))(params, x)
+    with pytest.raises(ValueError, match="mix sharded trees and plain"):
+        value_and_grad(lambda p: None)({"a": params, "b": torch.ones(1)})
+    with pytest.raises(ValueError, match="axis 'data'"):
+        value_and_grad(lambda p, x: x.sum(), data_axes="data")(params, x)
+    kept: list[Any] = []
+    value_and_grad(lambda p, x: kept.append(p) or gathered(block)(p["layers"][0], x).sum())(params, x)
+    with pytest.raises(ValueError, match="used after it"):
+        gathered(block)(kept[0]["layers"][0], x)
+    mesh = params.plan.bound().mesh
+    whole_numbers = shard({"n": torch.arange(4)}, mesh, P(ragged="fsdp"))
+    with pytest.raises(ValueError, match=r"leaf 'n' of torch.int64"):
+        value_and_grad(lambda p: torch.tensor(1.0))(whole_numbers)
+    assert unshard(whole_numbers)["n"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_misuse_says_what_to_do(run: Any, n: int) -> None:
+    run(n, misuse, timeout=30)
+
+
+def meshes_differ() -> None:
+    mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
+    other = make_mesh((2, -1), ("replica", "fsdp"), device_type="cpu")
+    a = shard({"w": torch.ones(4)}, mesh, P(ragged="fsdp"))
+    b = shard({"w": torch.ones(4)}, other, P(ragged="fsdp"))
+    with pytest.raises(ValueError, match="different meshes"):
+        value_and_grad(lambda p, q: torch.tensor(1.0))(a, b)
+
+
+def test_one_mesh_per_step(run: Any) -> None:
+    run(2, meshes_differ, timeout=30)
