@@ -97,17 +97,27 @@ def limit_bytes(config: Config) -> Callable[[], Tensor]:
     sizes = [-(-n // m) * m for n in sizes]
     full = [torch.zeros(n) for n in sizes]
     shards = [torch.randn(n // m) for n in sizes]
-    received = [torch.zeros(n) for n in sizes]
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    received = [torch.zeros(n // m * (m - 1)).chunk(m - 1) if m > 1 else () for n in sizes]
+    peers = [k for k in range(m) if k != rank]
+
+    def swap(sent: Any, places: Any) -> None:
+        works = [dist.irecv(place, k) for k, place in zip(peers, places, strict=True)]
+        works += [dist.isend(piece, k) for k, piece in zip(peers, sent, strict=True)]
+        for work in works:
+            work.wait()
 
     def step() -> Tensor:
         for i in [*range(len(sizes)), *reversed(range(len(sizes) - 1))]:
-            gather(full[i], shards[i])
+            pieces = full[i].chunk(m)
+            swap([shards[i]] * len(peers), [pieces[k] for k in peers])
+            pieces[rank].copy_(shards[i])
         for i in reversed(range(len(sizes))):
-            dist.all_to_all_single(received[i], full[i])
-            parts = received[i].view(m, -1)
-            torch.sum(parts, 0, out=shards[i])
-        return full[rank % len(full)][0]
+            pieces = full[i].chunk(m)
+            swap([pieces[k] for k in peers], received[i])
+            shards[i].copy_(pieces[rank])
+            for part in received[i]:
+                shards[i].add_(part)
+        return full[0][0]
 
     return step
 

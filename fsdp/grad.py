@@ -151,7 +151,7 @@ class ValueAndGrad:
             with torch.enable_grad():
                 loss, aux = self._split(self.loss_fn(*traced_args, **traced_kwargs))
             forward = len(recorder.seen)
-            step.backward = True
+            step.start_backward()
             direct: list[Tensor | None] = [None] * len(leaves)
             if loss.requires_grad:
                 direct = list(torch.autograd.grad(loss, leaves, allow_unused=True))

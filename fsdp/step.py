@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,11 @@ class Step:
     with them. Backward: before a call's nodes run its buckets are refilled, and those of the
     call before it are started; a bucket's gradients are reduced as soon as they are complete.
 
+    Autograd runs nodes in the reverse of the order in which they were made, so backward visits calls
+    from the last to the first, and a bucket is complete once a call before its first one begins.
+    A rank whose loss doesn't reach some call visits it all the same, in its turn, so that
+    collectives keep one order on all ranks.
+
     Attributes:
       comm: the mesh; `recorder`: order of collectives, None without gradients.
       depth: how many calls ahead forward gathers run.
@@ -49,6 +55,7 @@ class Step:
         self.comm, self.schedule, self.recorder, self.how = comm, schedule, recorder, how
         self.last_call = {} if schedule is None else schedule.last_call
         self.calls: list[tuple[str, ...]] = []
+        self.needed: list[bool] = []  # calls that backward may come to
         self.grads: dict[str, Tensor] = {}
         self.depth = 1
         self.hints: list[ShardedTree] = []
@@ -56,7 +63,8 @@ class Step:
         self.closed = False
         self._by_tensor: dict[int, Full] = {}
         self._by_key: dict[str, Full] = {}
-        self._order: list[Full] = []  # trainable buckets by first use: their reduces run in reverse
+        self._order: list[tuple[int, Full]] = []  # trainable buckets and their first call; reduced in reverse
+        self._visited = 0  # backward has come down to this call
         self._ready: dict[str, Tensor] = {}
         self._flying: tuple[Full, Pending] | None = None
 
@@ -113,6 +121,8 @@ class Step:
             for full in fulls:
                 full.uses -= 1
         outputs = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor)]
+        if index is not None:
+            self.needed[index] = any(full.trainable for full in fulls) or any(x.grad_fn for x in outputs)
         for x in outputs:
             if any(full.owns(x) for full in fulls):
                 raise ValueError(
@@ -120,7 +130,7 @@ class Step:
                     "parameters, whose memory is freed now; return a computed value or a clone"
                 )
             if index is not None and x.grad_fn is not None:
-                x.grad_fn.register_prehook(self._before_backward(index))
+                x.grad_fn.register_prehook(functools.partial(self._come_down, index))
         return out
 
     def _enter(self, fulls: Sequence[Full]) -> int | None:
@@ -130,14 +140,14 @@ class Step:
             return None
         index = len(self.calls)
         self.calls.append(tuple(full.key for full in fulls))
+        self.needed.append(False)
         for other in self._by_key.values():
             idle = other.filled and not other.uses and not other.keep and other not in fulls
             if idle and self.last_call.get(other.key, -1) < index:
                 other.empty()
         self._ensure(fulls)
-        for full in fulls:
-            if full.trainable and full not in self._order:
-                self._order.append(full)
+        known = {full.key for _, full in self._order}
+        self._order += [(index, full) for full in fulls if full.trainable and full.key not in known]
         self._prefetch(index)
         return index
 
@@ -180,16 +190,23 @@ class Step:
 
     # Backward
 
-    def _before_backward(self, index: int) -> Callable[..., None]:
-        def hook(_: Any) -> None:
-            keys = self.calls[index] if not self.closed else ()
-            fulls = [self._by_key[key] for key in keys]
-            self._ensure([f for f in fulls if not f.reduced])
-            for key in self.calls[index - 1] if keys and index > 0 else ():
-                if not self._by_key[key].reduced:
-                    self._start(self._by_key[key])
+    def start_backward(self) -> None:
+        self.backward, self._visited = True, len(self.calls)
 
-        return hook
+    def _come_down(self, index: int, _: Any = None) -> None:
+        """Backward reaches a call: visit those above it that this rank's loss didn't reach, then it."""
+        while self._visited > index and not self.closed:
+            self._visited -= 1
+            self._reduce_above(self._visited)
+            if self.needed[self._visited]:
+                self._ensure([f for f in self._fulls_of(self._visited) if not f.reduced])
+                before = next((i for i in range(self._visited - 1, -1, -1) if self.needed[i]), None)
+                for full in [] if before is None else self._fulls_of(before):
+                    if not full.reduced:
+                        self._start(full)
+
+    def _fulls_of(self, index: int) -> list[Full]:
+        return [self._by_key[key] for key in self.calls[index]]
 
     def _collect(self, full: Full, grads: tuple[Tensor | None, ...]) -> Tensor | None:
         """Gradients of a bucket are complete: reduce them, in the one order of all ranks."""
@@ -208,9 +225,8 @@ class Step:
         It is a sum; the division comes at the end, once for all that reaches a leaf this way.
         """
         assert self.how is not None
-        while self._order and self._order[-1] is not full:
-            self._ready.setdefault(self._order[-1].key, self._zeros(self._order[-1]))
-            self._reduce_ready()
+        first = next(index for index, other in self._order if other is full)
+        self._reduce_above(first, until=full)
         self._order.pop()
         buffer = full.contributions(grads)
         self._issue_reduce(full)
@@ -218,6 +234,14 @@ class Step:
         out = reduce_buffer(buffer, full.bucket, full.comm, how).wait()
         full.empty()
         return out
+
+    def _reduce_above(self, index: int, until: Full | None = None) -> None:
+        """Reduce buckets of later calls that are still open: they get no gradient any more."""
+        while self._order and self._order[-1][0] >= index + (until is None) and self._order[-1][1] is not until:
+            last = self._order[-1][1]
+            if last.key not in self._ready:
+                self._ready[last.key] = self._zeros(last)
+            self._reduce_ready()
 
     def _zeros(self, full: Full) -> Tensor:
         full.wait()
@@ -232,8 +256,8 @@ class Step:
     def _reduce_ready(self) -> None:
         """Launch what is complete, as long as it is next in order; at most one stays in flight."""
         assert self.how is not None
-        while self._order and self._order[-1].key in self._ready:
-            full = self._order.pop()
+        while self._order and self._order[-1][1].key in self._ready:
+            _, full = self._order.pop()
             self._issue_reduce(full)
             buffer = self._ready.pop(full.key)
             self._flying = full, reduce_buffer(buffer, full.bucket, full.comm, self.how(full.bucket))
@@ -246,12 +270,9 @@ class Step:
             self._flying = None
 
     def finish(self) -> None:
-        """After backward: zeros for what got no gradient, and the last reduce."""
-        while self._order:
-            last = self._order[-1]
-            if last.key not in self._ready:
-                self._ready[last.key] = self._zeros(last)
-            self._reduce_ready()
+        """After backward: visit what is left, zeros for what got no gradient, and the last reduce."""
+        self._come_down(0)
+        self._reduce_above(-1)
         self._land()
 
     # The end

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp import gathered, value_and_grad
-from ragged import P, combine, make_mesh, partition, shard, tree_map, unshard
-from tests.models import make_loss, make_params, make_plan, tokens
+from fsdp import fold, gathered, value_and_grad
+from ragged import P, collectives, combine, make_mesh, partition, shard, tree_map, unshard
+from tests.models import block, make_loss, make_params, make_plan, tokens
 
 
 def close(a: Any, b: Any, tolerance: float = 1e-6) -> None:
@@ -211,3 +211,69 @@ def planned_sizes() -> list[int]:
 def test_one_rank_of_a_plan_holds_what_it_says(run: Any) -> None:
     (sizes,) = run(1, planned_sizes)
     assert all(n % 64 == 0 for n in sizes)
+
+
+def unreached_here(case: str) -> None:
+    """Ranks whose losses reach different units: all keep one order, and zeros fill in."""
+    params, rank = make_params(), dist.get_rank()
+    plain = make_loss()
+
+    def loss(p: Any, t: Tensor) -> Tensor:
+        value = plain(p, t)
+        if case == "no loss" and rank == 1:
+            return torch.tensor(0.0)
+        if case == "constant" and rank == 0:
+            return value.detach()
+        return value
+
+    def through(p: Any, x: Tensor) -> Tensor:
+        y = block(p, x)
+        return x if case == "layer" and rank == 1 else y
+
+    def layers(p: Any, t: Tensor) -> Tensor:
+        x = gathered(lambda q, t: q[t])(p["embed"], t)
+        for i, layer in enumerate(p["layers"]):
+            x = gathered(through if i in (1, 2) else block)(layer, x)
+        return x.sum()
+
+    f = value_and_grad(layers if case == "layer" else loss, op="sum")
+    full = optree.tree_map(lambda x: x.requires_grad_(), unshard(params))
+    local = (layers if case == "layer" else loss)(full, tokens())
+    if local.requires_grad:
+        local.backward()
+    for _ in range(3):
+        _, grads = f(params, tokens())
+        for got, x in zip(optree.tree_leaves(unshard(grads)), optree.tree_leaves(full), strict=True):
+            want = torch.zeros_like(x) if x.grad is None else x.grad.clone()
+            dist.all_reduce(want)
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["no loss", "constant", "layer"])
+def test_ranks_whose_losses_reach_different_units(run: Any, case: str) -> None:
+    run(3, unreached_here, case, timeout=30)
+
+
+def prefetching(steps: int) -> list[int]:
+    """How many gathers had been launched when each layer's function ran, forward and recomputed."""
+    launched: list[int] = []
+
+    def spy(p: Any, x: Tensor) -> Tensor:
+        launched.append(sum(e.kind == "all_gather" for e in events))
+        return block(p, x)
+
+    params, f = make_params(), value_and_grad(lambda p, x: fold(gathered(spy), p["layers"], x).sum())
+    for _ in range(steps):
+        launched.clear()
+        with collectives.record() as events:
+            f(params, torch.ones(2, 16))
+    with torch.no_grad(), collectives.record() as events:
+        launched.append(-1)
+        fold(gathered(spy), params["layers"], torch.ones(2, 16))
+    return launched
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_next_layer_is_on_its_way_when_a_layer_runs(run: Any, steps: int) -> None:
+    for launched in run(2, prefetching, steps):
+        assert launched == [2, 3, 4, 4, -1, 2, 3, 4, 4]
