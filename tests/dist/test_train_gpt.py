@@ -1,0 +1,223 @@
+"""The example: the same training on any number of ranks as unsharded in plain torch, and the program itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from examples import train_gpt as gpt
+from fsdp import value_and_grad
+from optim import adamw, make_step
+from ragged import TENSOR, ShardedTree, init, make_mesh, plan, unshard
+from tests.pool import Pool
+
+SCRIPT = Path(gpt.__file__)
+SIZES: dict[str, Any] = {"d": 32, "layers": 3, "heads": 2}
+STEPS, BATCH, CONTEXT, RATE, DECAY = 20, 12, 32, 1e-3, 0.1
+
+# Adam divides a gradient by its own size. In fp32 one of the size of its rounding error has no reliable sign,
+# so eps is above that error here; in fp64 it is torch's default, and the tolerance tight.
+EPS = {torch.float32: 1e-6, torch.float64: 1e-8}
+CLOSE = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+Run = tuple[list[float], dict[str, Tensor]]  # losses, and final parameters by path
+
+
+def make_params(dtype: torch.dtype, block: Any, shape: tuple[int, ...], axes: tuple[str, ...]) -> ShardedTree:
+    mesh = make_mesh(shape, axes, device_type="cpu")
+    made = plan(gpt.shapes(**SIZES, dtype=dtype), mesh, gpt.specs(block), units=["layers.*"])
+    return init(made, gpt.INITIALIZERS, seed=0)
+
+
+def draw(step: int, share: tuple[int, int]) -> Tensor:
+    text = (torch.arange(10_000) ** 2 % 251 % 96 + 32).to(torch.uint8)
+    return gpt.batch(text, (0, "train"), step, BATCH, CONTEXT + 1, share)
+
+
+def by_path(tree: Any) -> dict[str, Tensor]:
+    paths, leaves, _ = optree.tree_flatten_with_path(tree)
+    return {".".join(map(str, path)): leaf.detach() for path, leaf in zip(paths, leaves, strict=True)}
+
+
+def sharded(
+    dtype: torch.dtype, block: Any = 1, shape: tuple[int, ...] = (-1,), axes: tuple[str, ...] = ("fsdp",)
+) -> Run:
+    """On every rank of the pool: the library's loop."""
+    params = make_params(dtype, block, shape, axes)
+    tx = adamw(RATE, eps=EPS[dtype], weight_decay=DECAY)
+    state, step_fn, loss_and_grad = tx.init(params), make_step(tx), value_and_grad(gpt.loss_fn)
+    losses = []
+    for step in range(STEPS):
+        loss, grads = loss_and_grad(params, draw(step, (dist.get_rank(), dist.get_world_size())))
+        params, state = step_fn(params, grads, state)
+        losses.append(loss.item())
+    return losses, by_path(unshard(params))
+
+
+def plain(dtype: torch.dtype) -> Run:
+    """The same functions on plain tensors, with torch's own optimizer and autograd."""
+    params = unshard(make_params(dtype, 1, (-1,), ("fsdp",)))
+    leaves = [x.requires_grad_() for x in optree.tree_leaves(params)]
+    optimizer = torch.optim.AdamW(leaves, lr=RATE, eps=EPS[dtype], weight_decay=DECAY)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = gpt.loss_fn(params, draw(step, (0, 1)))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, by_path(params)
+
+
+def gap(a: Run, b: Run) -> tuple[float, float]:
+    """The largest differences of losses and of parameters."""
+    assert a[1].keys() == b[1].keys()
+    return (
+        max(abs(x - y) for x, y in zip(a[0], b[0], strict=True)),
+        max((a[1][path] - b[1][path]).abs().max().item() for path in a[1]),
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(pool: Pool) -> dict[torch.dtype, Run]:
+    runs: dict[torch.dtype, Run] = {dtype: pool.run(1, plain, dtype)[0] for dtype in CLOSE}
+    assert all(losses[-1] < losses[0] - 0.5 for losses, _ in runs.values())
+    return runs
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {}),
+        (2, {}),
+        (3, {}),
+        (4, {}),
+        (3, {"block": TENSOR}),
+        (4, {"block": (8, 8), "shape": (2, 2), "axes": ("replica", "fsdp")}),
+        (2, {"axes": ("replica",)}),
+    ],
+    ids=str,
+)
+def test_training_is_the_same_on_any_mesh(
+    run: Callable[..., list[Run]],
+    reference: dict[torch.dtype, Run],
+    dtype: torch.dtype,
+    ranks: int,
+    options: dict[str, Any],
+) -> None:
+    results = run(ranks, sharded, dtype, **options)
+    for result in results:
+        assert gap(result, results[0]) == (0, 0)  # ranks agree bit by bit
+    losses, params = gap(results[0], reference[dtype])
+    assert losses < CLOSE[dtype]
+    assert params < CLOSE[dtype]
+
+
+def test_batches_do_not_depend_on_ranks() -> None:
+    text = gpt.read_text(SCRIPT)
+    whole = gpt.batch(text, (5, "train"), 3, 12, 9, (0, 1))
+    assert whole.shape == (12, 9)
+    for ranks in (2, 3, 4):
+        parts = [gpt.batch(text, (5, "train"), 3, 12, 9, (k, ranks)) for k in range(ranks)]
+        assert torch.equal(torch.cat(parts), whole)
+    assert not torch.equal(gpt.batch(text, (6, "train"), 3, 12, 9, (0, 1)), whole)
+    assert not torch.equal(gpt.batch(text, (5, "train"), 4, 12, 9, (0, 1)), whole)
+
+
+def test_the_last_window_ends_with_the_text() -> None:
+    text = torch.arange(6, dtype=torch.uint8)
+    found = gpt.batch(text, (0, "train"), 0, 200, 5, (0, 1))
+    assert {tuple(w) for w in found.tolist()} == {(0, 1, 2, 3, 4), (1, 2, 3, 4, 5)}
+
+
+@pytest.mark.parametrize(("size", "length"), [(10, 5), (12, 7)])
+def test_impossible_batches(size: int, length: int) -> None:
+    with pytest.raises(ValueError, match="can't draw"):
+        gpt.batch(torch.zeros(6, dtype=torch.uint8), (0, "train"), 0, size, length, (0, 3))
+
+
+def test_future_bytes_do_not_leak() -> None:
+    params = {"embed": torch.randn(256, 16), "norm": torch.ones(16), "layers": []}
+    shapes = gpt.shapes(16, 1, 2)["layers"][0]
+    params["layers"] = [{name: torch.randn(shape) / 4 for name, (shape, _) in shapes.items()}]
+    tokens = torch.randint(0, 256, (1, 8))
+    before = gpt.logits_fn(params, tokens)
+    tokens[0, 5:] = 7
+    after = gpt.logits_fn(params, tokens)
+    torch.testing.assert_close(after[:, :5], before[:, :5])
+    assert not torch.allclose(after[:, 5:], before[:, 5:])
+
+
+FLAGS = {"width": 32, "layers": 2, "heads": 2, "context": 32, "batch": 6}
+FLAGS |= {"steps": 30, "every": 10, "eval-batches": 2, "sample": 20, "threads": 1}
+TINY = [f"--{name}={value}" for name, value in FLAGS.items()]
+
+
+def execute(out: Path, launcher: list[str], *flags: str) -> tuple[str, list[dict[str, float]]]:
+    command = [*launcher, str(SCRIPT), *TINY, "--device", "cpu", "--out", str(out), *flags]
+    env = os.environ | {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parents[1]), env.get("PYTHONPATH", "")])
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return done.stdout, [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def torchrun(processes: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+
+
+def test_program(tmp_path: Path) -> None:
+    """Plain python and two processes print and write the same training."""
+    text, one = execute(tmp_path / "one", [sys.executable])
+    _, two = execute(tmp_path / "two", torchrun(2))
+    for rows in (one, two):
+        assert [row["step"] for row in rows] == [1, 10, 20, 30]
+        names = {"step", "loss", "val_loss", "tokens_per_second", "peak_memory_mib", "seconds"}
+        assert all(row.keys() == names for row in rows)
+        assert rows[-1]["loss"] < rows[0]["loss"] - 1
+        assert rows[-1]["val_loss"] < rows[0]["val_loss"] - 1
+    for a, b in zip(one, two, strict=True):
+        assert (a["loss"], a["val_loss"]) == pytest.approx((b["loss"], b["val_loss"]), abs=1e-4)
+    assert "layers.0 .. layers.1 (2x)" in text  # the plan
+    assert "layers.0.qkv" in text  # the picture
+    assert len(generated(text)) > 10
+    assert "\x1b" not in text  # no control codes in a log file
+
+
+def test_program_repeats_itself(tmp_path: Path) -> None:
+    """Same flags, same numbers and same text, on another mesh, block and text than the default."""
+    text = tmp_path / "text"
+    text.write_text("All work and no play makes Jack a dull boy.\n" * 200)
+    flags = ("--text", str(text), "--mesh", "2,1", "--axes", "replica,fsdp", "--block", "8,8", "--seed", "7")
+    said, rows = execute(tmp_path / "first", torchrun(2), *flags)
+    again, same = execute(tmp_path / "second", torchrun(2), *flags)
+    assert [(row["loss"], row["val_loss"]) for row in rows] == [(row["loss"], row["val_loss"]) for row in same]
+    assert generated(said) == generated(again)
+
+
+def generated(text: str) -> str:
+    return text.partition("\n\ndef ")[2].partition("\nsee ")[0]
+
+
+def test_main_in_this_process(tmp_path: Path) -> None:
+    """Main is a function: it returns the last validation loss and leaves no process group."""
+    threads = torch.get_num_threads()
+    try:
+        loss = gpt.main([*TINY, "--device", "cpu", "--out", str(tmp_path), "--temperature", "0"])
+    finally:
+        torch.set_num_threads(threads)
+    assert loss == json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["val_loss"]
+    assert not dist.is_initialized()
