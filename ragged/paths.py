@@ -34,7 +34,7 @@ def shaped(path: str, leaf: Any) -> Shaped:
 
 
 def flatten(
-    tree: Any, is_leaf: Callable[[Any], bool] | None = is_shaped
+    tree: Any, is_leaf: Callable[[Any], bool] | None = is_shaped, none_is_leaf: bool = False
 ) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
     """Dotted paths, leaves and structure of a tree; `None` is structure, never a leaf.
 
@@ -45,12 +45,17 @@ def flatten(
       >>> flatten({"layers": [{"wq": 1}, {"wq": 2}]}, None)[0]
       ['layers.0.wq', 'layers.1.wq']
     """
-    raw, leaves, spec = optree.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    paths = [".".join(str(entry) for entry in path) for path in raw]
+    accessors, leaves, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf)
+    paths = [".".join(_component(entry) for entry in accessor) for accessor in accessors]
     if len(set(paths)) < len(paths):
         twice = next(p for p in paths if paths.count(p) > 1)
         raise ValueError(f"two leaves of the tree have the path {twice!r}; rename one of the keys")
     return paths, leaves, spec
+
+
+def _component(entry: Any) -> str:
+    """A key, an index, or the field of a named tuple."""
+    return str(entry.field if isinstance(entry, optree.NamedTupleEntry) else entry.entry)
 
 
 _DIGITS = re.compile(r"(\d+)")

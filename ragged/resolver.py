@@ -134,10 +134,9 @@ def _text(pattern: Pattern) -> str:
 
 def _from_prefix(value: Any, paths: Sequence[str], what: str, is_value: Callable[[Any], bool]) -> list[Any]:
     """Values of a prefix tree, looked up by path, so that mappings of any type may be mixed."""
-    prefixes, values, _ = optree.tree_flatten_with_path(value, is_leaf=is_value, none_is_leaf=True)
+    prefixes, values, _ = flatten(value, is_value, none_is_leaf=True)
     table: dict[str, Any] = {}
-    for prefix, v in zip(prefixes, values, strict=True):
-        path = ".".join(str(entry) for entry in prefix)
+    for path, v in zip(prefixes, values, strict=True):
         if not is_value(v):
             raise ValueError(f"{what} tree: the entry {path!r} is {_brief(v)}, not a {what}")
         table[path] = v

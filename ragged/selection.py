@@ -118,11 +118,17 @@ def child(plan: Plan, parent: Selection, key: Any) -> Selection | None:
     return found
 
 
+def keys(structure: optree.PyTreeSpec) -> list[Any]:
+    """The keys, indices or (of a named tuple) fields of a container."""
+    fields = getattr(structure.type, "_fields", None)
+    return list(structure.entries()) if fields is None else list(fields)
+
+
 def _child(plan: Plan, parent: Selection, key: Any) -> Selection | None:
     structure = parent.structure
     if structure.is_leaf():
         raise KeyError(f"{key!r}: {parent.paths[0]!r} is a leaf, not a container")
-    entries, children = structure.entries(), structure.children()
+    entries, children = keys(structure), structure.children()
     ends = [0]
     for spec in children:
         ends.append(ends[-1] + spec.num_leaves)
@@ -133,10 +139,10 @@ def _child(plan: Plan, parent: Selection, key: Any) -> Selection | None:
         make = optree.treespec_list if structure.type is list else optree.treespec_tuple
         paths = [p for i in chosen for p in parent.paths[ends[i] : ends[i + 1]]]
         return select(plan, make([children[i] for i in chosen]), paths)
-    if isinstance(key, int) and entries == list(range(len(entries))):
+    if isinstance(key, int) and issubclass(structure.type or object, (list, tuple)):
         if not -len(entries) <= key < len(entries):
             raise IndexError(f"index {key} out of range for {len(entries)} entries")
-        key %= len(entries)
+        key = entries[key]
     if key not in entries:
         raise KeyError(f"{key!r}; the entries are {entries[:20]}")
     i = entries.index(key)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ragged.buffer import DBuffer
 from ragged.plans import Plan
-from ragged.selection import Selection, child
+from ragged.selection import Selection, child, keys
 
 __all__ = ["Life", "ShardedTree", "sharded_trees"]
 
@@ -174,17 +174,16 @@ class ShardedTree:
         return int(self.selection.structure.num_children)
 
     def keys(self) -> list[Any]:
-        """The container's own keys or indices."""
-        return list(self.selection.structure.entries())
+        """The container's own keys, indices or fields."""
+        return keys(self.selection.structure)
 
     def __iter__(self) -> Iterator[Any]:
         structure = self.selection.structure
         if structure.is_leaf():
             raise TypeError(f"{self.paths[0]!r} is a leaf and can't be iterated")
-        keys = structure.entries()
         if issubclass(structure.type or object, (list, tuple)):
-            return (self[key] for key in keys)
-        return iter(keys)
+            return (self[i] for i in range(len(self)))
+        return iter(self.keys())
 
     def items(self) -> Iterator[tuple[Any, Any]]:
         """Pairs of key and subtree."""

@@ -18,10 +18,7 @@ import ragged.random as rr
 from ragged.random import counter, initializers, quantile
 from ragged.random.quantile import normal_quantile_
 
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")),
-]
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 SHAPE = (311, 223)
 N = math.prod(SHAPE)
 DRAWS = {
@@ -242,10 +239,10 @@ def test_quantiles_do_not_depend_on_their_neighbours():
             assert torch.equal(part, whole[start : start + length])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_cuda_and_cpu_agree(draw):
+@pytest.mark.parametrize("device", DEVICES)
+def test_devices_agree(draw, device):
     index = torch.arange(3 * N)
-    assert torch.equal(draw(0, "w", index.cuda()).cpu(), draw(0, "w", index))
+    assert torch.equal(draw(0, "w", index.to(device)).cpu(), draw(0, "w", index.clone()))
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (2, 3, 4)])
