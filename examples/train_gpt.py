@@ -57,13 +57,14 @@ def shapes(d: int, layers: int, heads: int, dtype: torch.dtype = torch.float32) 
         "up": ((d, 4 * d), dtype),
         "down": ((4 * d, d), dtype),
     }
-    return {"embed": ((256, d), dtype), "layers": [layer] * layers, "norm": ((d,), dtype)}
+    ends = {"embedding": ((256, d), dtype), "norm": ((d,), dtype)}
+    return {"ends": ends, "layers": [layer] * layers}
 
 
 INITIALIZERS = rules(
     {
         "**.norm*": ones,
-        "embed": normal(0.02),
+        "**.embedding": normal(0.02),
         "**.qkv": fan_in(distribution="normal", dim=(1, 2, 3)),  # the dims that are not summed over
         "**": fan_in(distribution="normal", dim=1),
     }
@@ -77,7 +78,7 @@ def specs(block: Any = ragged.ROW) -> Any:
 
 @gathered
 def embed(p: Any, tokens: Tensor) -> Tensor:
-    return F.embedding(tokens, p)
+    return F.embedding(tokens, p["embedding"])
 
 
 @gathered
@@ -88,8 +89,7 @@ def layer(p: Any, x: Tensor) -> Tensor:
 
 @gathered
 def unembed(p: Any, x: Tensor) -> Tensor:
-    embedding, scale = p
-    return norm(x, scale) @ rearrange(embedding, "v d -> d v")
+    return norm(x, p["norm"]) @ p["embedding"].T
 
 
 def norm(x: Tensor, scale: Tensor) -> Tensor:
@@ -116,9 +116,9 @@ def rotate(x: Tensor) -> Tensor:
 
 def logits_fn(params: Any, tokens: Tensor) -> Tensor:
     """Logits (b, t, 256) of the byte after each of `tokens` (b, t); `params` is sharded or plain."""
-    x = embed(params["embed"], tokens)
+    x = embed(params["ends"], tokens)
     x = fold(layer, params["layers"], x)  # the next layer is on its way while this one computes
-    return unembed((params["embed"], params["norm"]), x)  # used twice, reduced once
+    return unembed(params["ends"], x)  # the same parameters again; their gradient is reduced once
 
 
 def loss_fn(params: Any, window: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ def train(args: argparse.Namespace, mesh: Any) -> float:
 @torch.no_grad()
 def generate(params: Any, prompt: str, size: int, context: int, temperature: float) -> str:
     """The prompt and `size` bytes more; greedy at temperature 0. `params` are plain tensors here."""
-    tokens = torch.tensor([list(prompt.encode())], device=params["norm"].device)
+    tokens = torch.tensor([list(prompt.encode())], device=params["ends"]["norm"].device)
     for _ in range(size):
         logits = logits_fn(params, tokens[:, -context:])[:, -1]
         if temperature:
@@ -293,7 +293,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--heads", type=int, default=4, help="attention heads per layer (%(default)s)")
     add("--context", type=int, default=128, help="bytes per sequence (%(default)s)")
     add("--batch", type=int, default=12, help="sequences per step, of all ranks together (%(default)s)")
-    add("--steps", type=int, default=1000, help="(%(default)s)")
+    add("--steps", type=int, default=800, help="(%(default)s)")
     add("--lr", type=float, default=3e-3, help="peak learning rate (%(default)s)")
     add("--weight-decay", type=float, default=0.1, help="(%(default)s)")
     add("--seed", type=int, default=0, help="of initial values, batches and sampling (%(default)s)")

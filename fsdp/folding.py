@@ -34,6 +34,8 @@ def fold(fn: Callable[[Any, Any], Any], layers: Iterable[Any], x: Any, *, prefet
     """
     if prefetch < 0:
         raise ValueError(f"prefetch={prefetch}: expected a number of layers >= 0")
+    if isinstance(layers, (dict, ShardedTree)) and any(isinstance(x, (str, int)) for x in layers):
+        raise ValueError("fold got a mapping of layers; pass list(layers.values()), in the order to run them")
     items = list(layers)
     if not any(isinstance(layer, ShardedTree) for layer in items):
         for layer in items:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -102,27 +103,25 @@ class ValueAndGrad:
         self._schedules: dict[Any, Schedule] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if max(self.argnums) >= len(args):
-            raise ValueError(f"argnums {self.argnums} but only {len(args)} positional arguments")
-        wanted: Any = [args[i] for i in self.argnums]
         trees = sharded_trees((args, kwargs))
-        if not sharded_trees(wanted):
-            if trees:
-                raise ValueError("no sharded tree among the differentiated arguments, but one among the others")
-            return self._plain(args, kwargs)
-        if any(isinstance(x, Tensor) for x in optree.tree_leaves(wanted, is_leaf=is_sharded)):
-            raise ValueError(
-                "the differentiated arguments mix sharded trees and plain tensors; shard those too, with spec "
-                "None (replicated) if they are small"
-            )
+        if not trees:
+            return self._plain(args, kwargs, self._positions(args))
         return self._sharded(args, kwargs, trees)
 
-    def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _positions(self, args: tuple[Any, ...]) -> tuple[int, ...]:
+        """argnums counted from the front."""
+        n = len(args)
+        out = tuple(i + n if i < 0 else i for i in self.argnums)
+        if not out or len(set(out)) < len(out) or not all(0 <= i < n for i in out):
+            raise ValueError(f"argnums={self.argnums} must be distinct positions among {n} positional arguments")
+        return out
+
+    def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any], argnums: tuple[int, ...]) -> Any:
         """Without sharded trees: ordinary gradients of ordinary tensors."""
-        traced = list(args)
-        for i in self.argnums:
+        traced: list[Any] = list(args)
+        for i in argnums:
             traced[i] = optree.tree_map(_leaf, args[i])
-        wanted: Any = [traced[i] for i in self.argnums]
+        wanted: Any = [traced[i] for i in argnums]
         leaves: list[Tensor] = optree.tree_leaves(wanted)
         with torch.enable_grad():
             loss, aux = self._split(self.loss_fn(*traced, **kwargs))
@@ -131,12 +130,22 @@ class ValueAndGrad:
             grads = torch.autograd.grad(loss, leaves, allow_unused=True)
         found = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
         out: Any = optree.tree_unflatten(optree.tree_structure(wanted), found)
-        return self._result(loss.detach(), aux, out)
+        return self._result(loss.detach(), optree.tree_map(_detached, aux), out)
 
     def _sharded(self, args: tuple[Any, ...], kwargs: dict[str, Any], trees: list[ShardedTree]) -> Any:
         comm = trees[0].plan.bound()
-        key = tuple(tree.plan for tree in trees)
-        schedule = self._schedules.get(key)
+        loss, aux, grads, forward = None, None, None, 0
+        error: Exception | None = None
+        argnums: tuple[int, ...] = ()
+        learns: tuple[bool, ...] = ()
+        try:
+            argnums = self._positions(args)
+            learns = self._check(trees, args, argnums, comm)
+        except Exception as caught:
+            error = caught
+        key = tuple((t.plan, t.selection, tuple(x.dtype for x in t._tensors), _frozen(t)) for t in trees)
+        schedule = self._schedules.get((key, learns))
+        _same_start(trees, learns, schedule, comm, error)
         recorder = Recorder(schedule, comm)
         data_axes = self.data_axes if self.data_axes is not None else _data_axes(trees, comm)
 
@@ -144,10 +153,8 @@ class ValueAndGrad:
             return reduction(bucket, comm.axes, data_axes, self.sum_axes, self.op)
 
         step = Step(comm, schedule, recorder, how)
-        loss, aux, grads, error, forward = None, None, None, None, 0
         try:
-            self._check(trees, comm)
-            traced_args, traced_kwargs, leaves = self._trace(args, kwargs, step)
+            traced_args, traced_kwargs, leaves = _trace(args, kwargs, argnums, step)
             with torch.enable_grad():
                 loss, aux = self._split(self.loss_fn(*traced_args, **traced_kwargs))
             forward = len(recorder.seen)
@@ -156,11 +163,14 @@ class ValueAndGrad:
             if loss.requires_grad:
                 direct = list(torch.autograd.grad(loss, leaves, allow_unused=True))
             step.finish()
-            wanted = [traced_args[i] for i in self.argnums]
-            grads = _collected(wanted, step, dict(zip(map(id, leaves), direct, strict=True)), how)
-            loss, aux = loss.detach(), optree.tree_map(_detached, aux)
+            wanted = [traced_args[i] for i in argnums]
+            grads = _collected(wanted, step, dict(zip(map(id, leaves), direct, strict=True)))
+            loss, aux = loss.detach(), optree.tree_map(_detached, aux, is_leaf=is_sharded)
         except Exception as caught:
-            error = caught
+            error = _explained(caught)
+        except BaseException:
+            step.close()
+            raise
         calls = tuple(step.calls)
         try:
             step.settle()
@@ -168,7 +178,7 @@ class ValueAndGrad:
         finally:
             step.close()
         if recorder.learning:
-            self._schedules[key] = Schedule.learn(calls, recorder.seen, forward)
+            self._schedules[key, learns] = Schedule.learn(calls, recorder.seen, forward)
         return self._result(value, aux, grads)
 
     def _close(
@@ -195,56 +205,45 @@ class ValueAndGrad:
             assert loss is not None
             return loss
         # One message for the loss and for whether anybody failed; sums of fp64 lose nothing.
-        report = torch.zeros(2, dtype=torch.float64, device=comm.device)
+        report = torch.zeros(2, dtype=torch.float64, device=group.host)
+        apart = comm.device.type != group.host
+        value = torch.zeros((), dtype=torch.float64, device=comm.device)
         if loss is not None and error is None:
-            report[0] = loss
+            value = loss.double()
+        report[0] = 0.0 if apart else value
         report[1] = 0.0 if error is None else 1.0
         all_reduce(report, group).wait()
         if report[1].item() > 0:
             agree("a step", {}, group, error)
         assert loss is not None
+        total = all_reduce(value, group).wait() if apart else report[0]
         data = axis_size(comm.axes, data_axes)
         share = group.size if self.op == "mean" else group.size // data
-        return (report[0] / share).to(loss.dtype)
+        return (total / share).to(loss.dtype)
 
-    def _check(self, trees: list[ShardedTree], comm: Comm) -> None:
+    def _check(
+        self, trees: list[ShardedTree], args: tuple[Any, ...], argnums: tuple[int, ...], comm: Comm
+    ) -> tuple[bool, ...]:
+        """Which trees are differentiated."""
+        wanted: Any = [args[i] for i in argnums]
+        if not sharded_trees(wanted):
+            raise ValueError("no sharded tree among the differentiated arguments, but one among the others")
+        if any(isinstance(x, Tensor) for x in optree.tree_leaves(wanted, is_leaf=is_sharded)):
+            raise ValueError(
+                "the differentiated arguments mix sharded trees and plain tensors; shard those too, with spec "
+                "None (replicated) if they are small"
+            )
         for tree in trees:
             if tree.scope is not None:
                 raise ValueError("value_and_grad inside a differentiated function: nesting is not supported")
             if tree.plan.bound().mesh != comm.mesh:
                 raise ValueError("the sharded trees of one step lie on different meshes; shard them on one")
+            _ = tree.tensors  # says so if the tree was donated
         unknown = [a for a in (*(self.data_axes or ()), *self.sum_axes) if a not in comm.axes]
         if unknown:
             raise ValueError(f"mesh axis {unknown[0]!r} is not one of {list(comm.axes)}")
-
-    def _trace(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], step: Step
-    ) -> tuple[list[Any], dict[str, Any], list[Tensor]]:
-        """The arguments with trees that know the step, and the tensors to differentiate."""
-        leaves: list[Tensor] = []
-        count = 0
-
-        def trace(tree: Any, learns: bool) -> Any:
-            nonlocal count
-            if not isinstance(tree, ShardedTree):
-                return tree
-            tensors = [
-                _traced(tensor, piece.bucket, learns)
-                for tensor, piece in zip(tree.tensors, tree.selection.pieces, strict=True)
-            ]
-            traced = ShardedTree(tree.plan, tree.selection, tensors, scope=step, lives=tree._lives)
-            step.register(traced, "" if count == 0 else f"tree {count}: ", learns)
-            leaves.extend(t for t in tensors if t.requires_grad)
-            count += 1
-            return traced
-
-        out: list[Any] = [
-            optree.tree_map(functools.partial(trace, learns=i in self.argnums), arg, is_leaf=is_sharded)
-            for i, arg in enumerate(args)
-        ]
-        given: Any = kwargs
-        named: Any = optree.tree_map(functools.partial(trace, learns=False), given, is_leaf=is_sharded)
-        return out, named, leaves
+        mine = {id(tree) for tree in sharded_trees(wanted)}
+        return tuple(id(tree) in mine for tree in trees)
 
     def _split(self, out: Any) -> tuple[Tensor, Any]:
         if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
@@ -261,6 +260,78 @@ class ValueAndGrad:
         return ((loss, aux), out) if self.has_aux else (loss, out)
 
 
+def _trace(
+    args: tuple[Any, ...], kwargs: dict[str, Any], argnums: tuple[int, ...], step: Step
+) -> tuple[list[Any], dict[str, Any], list[Tensor]]:
+    """The arguments with trees that know the step, and the tensors to differentiate."""
+    leaves: list[Tensor] = []
+    count = 0
+
+    def trace(tree: Any, learns: bool) -> Any:
+        nonlocal count
+        if not isinstance(tree, ShardedTree):
+            return tree
+        tensors = [
+            _traced(tensor, piece.bucket, learns)
+            for tensor, piece in zip(tree.tensors, tree.selection.pieces, strict=True)
+        ]
+        traced = ShardedTree(tree.plan, tree.selection, tensors, scope=step, lives=tree._lives)
+        step.register(traced, "" if count == 0 else f"tree {count}: ", learns)
+        leaves.extend(t for t in tensors if t.requires_grad)
+        count += 1
+        return traced
+
+    out: list[Any] = [
+        optree.tree_map(functools.partial(trace, learns=i in argnums), arg, is_leaf=is_sharded)
+        for i, arg in enumerate(args)
+    ]
+    given: Any = kwargs
+    named: Any = optree.tree_map(functools.partial(trace, learns=False), given, is_leaf=is_sharded)
+    return out, named, leaves
+
+
+def _frozen(tree: ShardedTree) -> tuple[bool, ...]:
+    return tuple(piece.bucket.frozen for piece in tree.selection.pieces)
+
+
+def _same_start(
+    trees: Sequence[ShardedTree],
+    learns: tuple[bool, ...],
+    schedule: Schedule | None,
+    comm: Comm,
+    error: Exception | None,
+) -> None:
+    """Begin the step on all ranks together: same trees, same knowledge of the order, or an error everywhere."""
+    known = "known" if schedule is not None and schedule.events is not None else "to be learnt"
+    facts = {"order of collectives": known, "differentiated": str(learns)}
+    for i, tree in enumerate(trees):
+        facts[f"leaves of tree {i}"] = str(tree.paths)
+        facts[f"dtypes of tree {i}"] = str([x.dtype for x in tree._tensors])
+        facts[f"plan of tree {i}"] = tree.plan.fingerprint
+    group = comm.everyone
+    if group.size > 1:
+        text = "failed" if error is not None else repr(facts)
+        # 52 bits: exact in fp64
+        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 12
+        ends = all_reduce(torch.tensor([digest, -digest], dtype=torch.float64, device=group.host), group, "max").wait()
+        if ends[0].item() != -ends[1].item():
+            agree("the start of a step", facts, group, error)
+    if error is not None:
+        raise error
+
+
+def _explained(error: Exception) -> Exception:
+    """torch says only that a storage is too small where something reads freed parameters."""
+    if isinstance(error, RuntimeError) and "storage of size 0" in str(error):
+        better = ValueError(
+            "backward needs full parameters that were freed after forward: a tensor left a gathered function other "
+            "than by being returned; return it, or use gathered(reshard_after_forward=False)"
+        )
+        better.__cause__ = error
+        return better
+    return error
+
+
 def _leaf(x: Tensor) -> Tensor:
     if not (x.is_floating_point() or x.is_complex()):
         raise ValueError(f"can't differentiate with respect to {x.dtype}; pass such leaves as another argument")
@@ -268,6 +339,8 @@ def _leaf(x: Tensor) -> Tensor:
 
 
 def _detached(x: Any) -> Any:
+    if isinstance(x, ShardedTree):
+        return x.with_tensors([t.detach() for t in x.tensors])
     return x.detach() if isinstance(x, Tensor) else x
 
 
@@ -288,9 +361,7 @@ def _data_axes(trees: Sequence[ShardedTree], comm: Comm) -> tuple[str, ...]:
     return tuple(a for a in comm.axes if a in ragged or a not in even)
 
 
-def _collected(
-    wanted: Sequence[Any], step: Step, direct: dict[int, Tensor | None], how: Callable[[Bucket], Reduction]
-) -> list[Any]:
+def _collected(wanted: Sequence[Any], step: Step, direct: dict[int, Tensor | None]) -> list[Any]:
     """The gradients in the form of the differentiated arguments."""
 
     def grads(tree: Any) -> Any:
@@ -299,9 +370,8 @@ def _collected(
         out = []
         for piece, tensor in zip(tree.selection.pieces, tree.tensors, strict=True):
             found = step.grads.get(step.key_of(tensor))
-            extra = direct.get(id(tensor))
-            if extra is not None:  # through computed trees: a sum, not yet divided
-                extra = extra / how(piece.bucket).divisor
+            extra = step.direct(tensor, piece.bucket, direct.get(id(tensor)))
+            if extra is not None:
                 found = extra if found is None else found + extra
             out.append(torch.zeros_like(tensor) if found is None else found)
         return tree.with_tensors(out)

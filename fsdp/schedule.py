@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from ragged.agree import agree
 from ragged.layout import Bucket
 from ragged.mesh import Comm
@@ -14,14 +16,21 @@ __all__ = ["Event", "Recorder", "Schedule"]
 
 
 class Event(NamedTuple):
-    """One collective of a step: "gather" or "reduce" of a bucket."""
+    """One collective of a step: "gather" or "reduce" of a bucket, or "sum" over replicas of its shard."""
 
     kind: str
     key: str
     bucket: Bucket
+    dtype: torch.dtype
 
     def __str__(self) -> str:
-        return f"{self.kind} of {self.key}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.kind} of {self.key} ({self.bucket.length} elements, {dtype})"
+
+    @property
+    def signature(self) -> object:
+        """What must be equal for messages to match."""
+        return self.kind, self.key, self.dtype, self.bucket.bounds
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,7 @@ class Recorder:
                 raise
         else:
             planned = self.expected[len(self.seen)] if len(self.seen) < len(self.expected) else None
-            if planned is None or planned[:2] != event[:2]:
+            if planned is None or planned.signature != event.signature:
                 raise ValueError(
                     f"this step wants {event} where earlier steps had {planned or 'no further collective'}; "
                     "units must be used in the same order in every step and on every rank. For another "

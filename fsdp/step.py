@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from fsdp.full import Full
 from fsdp.schedule import Event, Recorder, Schedule
 from ragged.buffer import gather_into
-from ragged.collectives import Pending
+from ragged.collectives import Pending, all_reduce
 from ragged.layout import Bucket
 from ragged.mesh import Comm
 from ragged.reduction import Reduction, reduce_buffer
@@ -24,6 +24,14 @@ __all__ = ["Step", "is_sharded", "take_part"]
 
 def is_sharded(x: Any) -> bool:
     return isinstance(x, ShardedTree)
+
+
+class _End(NamedTuple):
+    """A gathered call that ended: when, its buckets, and whether backward may come to it."""
+
+    tick: int
+    keys: tuple[str, ...]
+    needed: bool
 
 
 class Step:
@@ -55,7 +63,6 @@ class Step:
         self.comm, self.schedule, self.recorder, self.how = comm, schedule, recorder, how
         self.last_call = {} if schedule is None else schedule.last_call
         self.calls: list[tuple[str, ...]] = []
-        self.needed: list[bool] = []  # calls that backward may come to
         self.grads: dict[str, Tensor] = {}
         self.depth = 1
         self.hints: list[ShardedTree] = []
@@ -63,8 +70,11 @@ class Step:
         self.closed = False
         self._by_tensor: dict[int, Full] = {}
         self._by_key: dict[str, Full] = {}
-        self._order: list[tuple[int, Full]] = []  # trainable buckets and their first call; reduced in reverse
-        self._visited = 0  # backward has come down to this call
+        self.derived = False  # some gathered tree was computed in the loss
+        self._clock = 0  # ticks when a call begins and when it ends
+        self._ends: list[_End] = []  # calls in the order in which they ended; backward visits them in reverse
+        self._order: list[tuple[int, Full]] = []  # trainable buckets by the tick of their first use
+        self._visited = 0  # backward has come down to this many ends
         self._ready: dict[str, Tensor] = {}
         self._flying: tuple[Full, Pending] | None = None
 
@@ -90,6 +100,7 @@ class Step:
             full = self._by_tensor.get(id(tensor))
             if full is None:
                 key = f"derived {len(self._by_key)}: {piece.bucket.name}"
+                self.derived = True
                 full = self._add(key, tensor, piece.bucket, tree.plan.bound(), tensor.requires_grad)
             out.append(full)
         return out
@@ -111,7 +122,7 @@ class Step:
                 "use the tree that was passed to value_and_grad"
             )
         fulls = list({f.key: f for tree in sharded_trees(first) for f in self._fulls(tree)}.values())
-        index = self._enter(fulls)
+        self._enter(fulls)
         for full in fulls:
             full.uses += 1
             full.keep |= keep
@@ -120,36 +131,53 @@ class Step:
         finally:
             for full in fulls:
                 full.uses -= 1
-        outputs = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor)]
-        if index is not None:
-            self.needed[index] = any(full.trainable for full in fulls) or any(x.grad_fn for x in outputs)
-        for x in outputs:
-            if any(full.owns(x) for full in fulls):
-                raise ValueError(
-                    f"a gathered function returned a tensor of shape {tuple(x.shape)} that is a view of its "
-                    "parameters, whose memory is freed now; return a computed value or a clone"
-                )
-            if index is not None and x.grad_fn is not None:
-                x.grad_fn.register_prehook(functools.partial(self._come_down, index))
+        self._check_outputs(out, fulls)
+        if not self.backward:
+            self._leave(fulls, [x for x in optree.tree_leaves(out) if isinstance(x, Tensor)])
         return out
 
-    def _enter(self, fulls: Sequence[Full]) -> int | None:
+    def _check_outputs(self, out: Any, fulls: Sequence[Full]) -> None:
+        for x in optree.tree_leaves(out):
+            if isinstance(x, Tensor):
+                if any(full.owns(x) for full in fulls):
+                    raise ValueError(
+                        f"a gathered function returned a tensor of shape {tuple(x.shape)} that is a view of its "
+                        "parameters, whose memory is freed now; return a computed value or a clone"
+                    )
+            elif torch.is_grad_enabled() and not isinstance(x, (bool, int, float, complex, str, bytes)):
+                raise ValueError(
+                    f"a gathered function returned a {type(x).__name__}, in which tensors for backward could hide; "
+                    "return tensors in tuples, lists and dicts, or register the class with optree"
+                )
+
+    def _leave(self, fulls: Sequence[Full], outputs: Sequence[Tensor]) -> None:
+        """The call's outputs lead backward to it."""
+        self._clock += 1
+        end = len(self._ends)
+        needed = any(full.trainable for full in fulls) or any(x.grad_fn for x in outputs)
+        self._ends.append(_End(self._clock, tuple(full.key for full in fulls), needed))
+        for x in outputs:
+            # An in-place change of a view gives it a new history from its base on, past its own node.
+            for node in {x.grad_fn, x._base.grad_fn if x._base is not None else None} - {None}:
+                assert node is not None
+                node.register_prehook(functools.partial(self._before_backward, end))
+
+    def _enter(self, fulls: Sequence[Full]) -> None:
         """Have the buckets filled; in forward, also free idle ones and start the next."""
         if self.backward:  # recomputation inside a checkpoint
             self._ensure(fulls)
-            return None
+            return
+        self._clock += 1
         index = len(self.calls)
         self.calls.append(tuple(full.key for full in fulls))
-        self.needed.append(False)
         for other in self._by_key.values():
             idle = other.filled and not other.uses and not other.keep and other not in fulls
             if idle and self.last_call.get(other.key, -1) < index:
                 other.empty()
         self._ensure(fulls)
         known = {full.key for _, full in self._order}
-        self._order += [(index, full) for full in fulls if full.trainable and full.key not in known]
+        self._order += [(self._clock, full) for full in fulls if full.trainable and full.key not in known]
         self._prefetch(index)
-        return index
 
     def _ensure(self, fulls: Sequence[Full]) -> None:
         for full in fulls:
@@ -163,7 +191,7 @@ class Step:
         if full.reduced:
             raise ValueError(f"unit {full.key!r} is used again in backward after its gradient was complete")
         if self.recorder is not None:
-            self.recorder.issue(Event("gather", full.key, full.bucket))
+            self.recorder.issue(Event("gather", full.key, full.bucket, full.local.dtype))
         full.fill()
 
     def _prefetch(self, index: int) -> None:
@@ -191,26 +219,39 @@ class Step:
     # Backward
 
     def start_backward(self) -> None:
-        self.backward, self._visited = True, len(self.calls)
+        self.backward, self._visited = True, len(self._ends)
 
-    def _come_down(self, index: int, _: Any = None) -> None:
+    def _before_backward(self, end: int, _: Any) -> None:
+        if self.closed:
+            return
+        if self.backward:
+            self._come_down(end)
+        else:  # a gradient inside the loss, such as a penalty on it
+            self._ensure(self._fulls_of(end))
+
+    def _come_down(self, end: int) -> None:
         """Backward reaches a call: visit those above it that this rank's loss didn't reach, then it."""
-        while self._visited > index and not self.closed:
+        while self._visited > end:
             self._visited -= 1
-            self._reduce_above(self._visited)
-            if self.needed[self._visited]:
+            self._reduce_above(self._ends[self._visited].tick)
+            if self._ends[self._visited].needed:
                 self._ensure([f for f in self._fulls_of(self._visited) if not f.reduced])
-                before = next((i for i in range(self._visited - 1, -1, -1) if self.needed[i]), None)
+                before = next((i for i in range(self._visited - 1, -1, -1) if self._ends[i].needed), None)
                 for full in [] if before is None else self._fulls_of(before):
                     if not full.reduced:
                         self._start(full)
 
-    def _fulls_of(self, index: int) -> list[Full]:
-        return [self._by_key[key] for key in self.calls[index]]
+    def _fulls_of(self, end: int) -> list[Full]:
+        return [self._by_key[key] for key in self._ends[end].keys]
 
     def _collect(self, full: Full, grads: tuple[Tensor | None, ...]) -> Tensor | None:
         """Gradients of a bucket are complete: reduce them, in the one order of all ranks."""
         assert self.how is not None
+        if full.reduced or not self.backward:
+            raise ValueError(
+                f"gradients of unit {full.bucket.unit!r} arrive a second time; differentiate with respect to "
+                "parameters once per step, by value_and_grad alone"
+            )
         self._ensure([full])
         full.reduced = True
         if full.shard.grad_fn is not None:
@@ -222,26 +263,49 @@ class Step:
     def _collect_now(self, full: Full, grads: tuple[Tensor | None, ...]) -> Tensor:
         """The gradient of a computed shard goes on through autograd, so it can't wait.
 
-        It is a sum; the division comes at the end, once for all that reaches a leaf this way.
+        It is a sum over the ragged axes. The sum over replicas and the division come at the end (`direct`), once
+        for all that reaches a leaf this way.
         """
         assert self.how is not None
-        first = next(index for index, other in self._order if other is full)
-        self._reduce_above(first, until=full)
+        while self._order[-1][1] is not full:
+            self._reduce_last()
         self._order.pop()
         buffer = full.contributions(grads)
         self._issue_reduce(full)
-        how = Reduction(self.how(full.bucket).across, 1)
-        out = reduce_buffer(buffer, full.bucket, full.comm, how).wait()
+        out = reduce_buffer(buffer, full.bucket, full.comm, Reduction((), 1)).wait()
         full.empty()
         return out
 
-    def _reduce_above(self, index: int, until: Full | None = None) -> None:
-        """Reduce buckets of later calls that are still open: they get no gradient any more."""
-        while self._order and self._order[-1][0] >= index + (until is None) and self._order[-1][1] is not until:
-            last = self._order[-1][1]
-            if last.key not in self._ready:
-                self._ready[last.key] = self._zeros(last)
-            self._reduce_ready()
+    def _reduce_above(self, tick: int) -> None:
+        """Reduce buckets first used after a tick that are still open: they get no gradient any more."""
+        while self._order and self._order[-1][0] > tick:
+            self._reduce_last()
+
+    def _reduce_last(self) -> None:
+        last = self._order[-1][1]
+        if last.key not in self._ready:
+            self._ready[last.key] = self._zeros(last)
+        self._reduce_ready()
+
+    def direct(self, tensor: Tensor, bucket: Bucket, grad: Tensor | None) -> Tensor | None:
+        """The gradient that reached a local tensor itself, not through its own gather: mean or sum it.
+
+        Raises:
+          ValueError: replicas would have to be summed, and ranks can't know whether they all got here.
+        """
+        assert self.how is not None
+        how = self.how(bucket)
+        group = self.comm.group(how.across)
+        if group.size > 1 and self.derived and tensor.requires_grad:
+            if self.recorder is not None:
+                self.recorder.issue(Event("sum", bucket.name, bucket, tensor.dtype))
+            grad = all_reduce(torch.zeros_like(tensor) if grad is None else grad.clone(), group).wait()
+        elif group.size > 1 and grad is not None:
+            raise ValueError(
+                f"the loss uses local tensors of unit {bucket.unit!r} directly, and {how.across} holds replicas of "
+                "it; use it in a gathered function (for weight decay: in the optimizer)"
+            )
+        return None if grad is None else grad / how.divisor
 
     def _zeros(self, full: Full) -> Tensor:
         full.wait()
@@ -251,7 +315,7 @@ class Step:
     def _issue_reduce(self, full: Full) -> None:
         self._land()
         if self.recorder is not None:
-            self.recorder.issue(Event("reduce", full.key, full.bucket))
+            self.recorder.issue(Event("reduce", full.key, full.bucket, full.local.dtype))
 
     def _reduce_ready(self) -> None:
         """Launch what is complete, as long as it is next in order; at most one stays in flight."""
@@ -301,9 +365,13 @@ def take_part(events: Sequence[Event], how: Callable[[Bucket], Reduction], comm:
     """Join collectives that other ranks wait for, with zeros; their step will raise at its end."""
     for event in events:
         bucket = event.bucket
-        local = torch.zeros(bucket.bounds.size(comm.rank(bucket.ragged)), dtype=bucket.dtype, device=comm.device)
-        full = torch.zeros(bucket.length, dtype=bucket.dtype, device=comm.device)
+        local = torch.zeros(bucket.bounds.size(comm.rank(bucket.ragged)), dtype=event.dtype, device=comm.device)
+        full = torch.zeros(bucket.length, dtype=event.dtype, device=comm.device)
         if event.kind == "gather":
             gather_into(full, local, bucket, comm).wait()
+        elif event.kind == "sum":
+            all_reduce(local, comm.group(how(bucket).across)).wait()
+        elif event.key.startswith("derived"):
+            reduce_buffer(full, bucket, comm, Reduction((), 1)).wait()
         else:
             reduce_buffer(full, bucket, comm, how(bucket)).wait()

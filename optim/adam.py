@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
-from optim.base import GradientTransformation, refuse
+from optim.base import GradientTransformation, refuse, require_like
 from optim.chaining import chain
-from optim.decay import add_decayed_weights
+from optim.decay import add_decayed_weights, split_tensors
 from optim.scaling import new_count, scale_by_learning_rate
 from optim.schedules import Schedule
-from ragged import ShardedTree, partition
-from ragged.paths import flatten
-from ragged.resolver import resolve
 
 __all__ = ["ScaleByAdamState", "adamw", "scale_by_adam"]
 
@@ -38,10 +35,11 @@ def scale_by_adam(
     `mu_dtype` says otherwise for the first one. They are fixed at `init`.
 
     Raises:
-      ValueError: integer, bool or complex leaves, by path.
+      ValueError: integer, bool or complex leaves, by path; b1 or b2 outside [0, 1), eps not above 0.
 
     Source: Kingma and Ba, arXiv 1412.6980; torch's bias correction.
     """
+    _check(b1, b2, eps)
 
     def init_fn(params: Any) -> ScaleByAdamState:
         refuse(params, "Adam")
@@ -53,7 +51,10 @@ def scale_by_adam(
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         count = state.count + 1
-        mu = optree.tree_map(lambda g, m: (b1 * m + (1 - b1) * g).to(m.dtype), updates, state.mu)
+        # In the second moment's dtype, fp32 at least; the first is rounded to its own only to be kept.
+        wide = optree.tree_map(
+            lambda g, m, v: b1 * m.to(v.dtype) + (1 - b1) * g.to(v.dtype), updates, state.mu, state.nu
+        )
         nu = optree.tree_map(lambda g, v: b2 * v + (1 - b2) * g.to(v.dtype).square(), updates, state.nu)
         # fp64, since 1 - b2^t loses digits at the first steps
         t = count.double()
@@ -61,9 +62,10 @@ def scale_by_adam(
 
         def rescale(m: Tensor, v: Tensor) -> Tensor:
             root = v.sqrt().div_(c2.sqrt().to(v.dtype)).add_(eps)
-            return m.to(v.dtype).div(c1.to(v.dtype)).div_(root)
+            return m.div(c1.to(v.dtype)).div_(root)
 
-        return optree.tree_map(rescale, mu, nu), ScaleByAdamState(count, mu, nu)
+        mu = optree.tree_map(lambda m, old: m.to(old.dtype), wide, state.mu)
+        return optree.tree_map(rescale, wide, nu), ScaleByAdamState(count, mu, nu)
 
     return GradientTransformation(init_fn, update_fn)
 
@@ -85,7 +87,12 @@ def adamw(
       mask: leaves that decay, as in `add_decayed_weights`; all by default.
       mu_dtype: dtype of the first moment.
 
-    On the donated path (`make_step`) torch's fused kernel runs over whole buffers.
+    On the donated path (`make_step`) torch's fused kernel runs over whole buffers. Parameters in
+    16 bits step in an fp32 copy and are rounded once. With a 16-bit `mu_dtype` that path computes as
+    `update` does, in new buffers.
+
+    Raises:
+      ValueError: as `scale_by_adam`.
 
     Example:
       >>> import torch
@@ -108,33 +115,43 @@ def adamw(
         rate = learning_rate(rest[-1].count) if callable(learning_rate) else learning_rate
         if isinstance(rate, Tensor) and rate.device.type == "cpu":
             rate = rate.item()
-        parts = _groups(params, grads, adam, mask)
-        for (ps, gs, ms, vs), decays in parts:
-            if ps:
-                count = adam.count.float()
-                torch_adamw(
-                    ps,
-                    [g.to(p.dtype) for p, g in zip(ps, gs, strict=True)],
-                    ms,
-                    vs,
-                    [],
-                    [count.clone() for _ in ps],
-                    fused=True,
-                    amsgrad=False,
-                    beta1=b1,
-                    beta2=b2,
-                    lr=rate,
-                    weight_decay=weight_decay if decays else 0.0,
-                    eps=eps,
-                    maximize=False,
-                )
+        parts = list(split_tensors(mask, params, params, grads, adam.mu, adam.nu))
+        for decays in (True, False):
+            mine = [tensors for flag, tensors in parts if flag is decays]
+            if not mine:
+                continue
+            ps, gs, ms, vs = (list(column) for column in zip(*mine, strict=True))
+            # The kernel wants one dtype: parameters below the moments' precision step in a copy.
+            wide = [p.to(v.dtype) for p, v in zip(ps, vs, strict=True)]
+            count = adam.count.float()
+            torch_adamw(
+                wide,
+                [g.to(v.dtype) for g, v in zip(gs, vs, strict=True)],
+                ms,
+                vs,
+                [],
+                [count.clone() for _ in ps],
+                fused=True,
+                amsgrad=False,
+                beta1=b1,
+                beta2=b2,
+                lr=rate,
+                weight_decay=weight_decay if decays else 0.0,
+                eps=eps,
+                maximize=False,
+            )
+            for p, new in zip(ps, wide, strict=True):
+                if p is not new:
+                    p.copy_(new)
         after = [s._replace(count=s.count + 1) if "count" in s._fields else s for s in rest]
         # new tree objects on the same storage: the ones passed in are dead now
         params, mu, nu = (optree.tree_map(lambda x: x, tree) for tree in (params, adam.mu, adam.nu))
         return params, (ScaleByAdamState(adam.count + 1, mu, nu), *after)
 
     def fused_or_not(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        if _fusable(params, state[0]):
+        require_like(params, state[0].mu, "mu")
+        require_like(params, state[0].nu, "nu")
+        if _fusable(state[0]):
             return step_fn(params, grads, state)
         updates, state = tx.update(grads, state, params)
         return optree.tree_map(lambda p, u: p.add_(u), params, updates), state
@@ -146,27 +163,15 @@ def _moment_dtype(p: Tensor) -> torch.dtype:
     return torch.float64 if p.dtype == torch.float64 else torch.float32
 
 
-def _fusable(params: Any, state: ScaleByAdamState) -> bool:
-    """torch's kernel wants one dtype for parameters and moments."""
-    flat = zip(optree.tree_leaves(params), optree.tree_leaves(state.mu), optree.tree_leaves(state.nu), strict=True)
-    return all(p.dtype == m.dtype == v.dtype for p, m, v in flat)
+def _fusable(state: ScaleByAdamState) -> bool:
+    """torch's kernel wants one dtype for both moments."""
+    pairs = zip(optree.tree_leaves(state.mu), optree.tree_leaves(state.nu), strict=True)
+    return all(m.dtype == v.dtype for m, v in pairs)
 
 
-def _groups(params: Any, grads: Any, state: ScaleByAdamState, mask: Any) -> list[tuple[list[list[Tensor]], bool]]:
-    """Tensors to step together: those that decay, and those that don't."""
-    trees = (params, grads, state.mu, state.nu)
-    if mask is None:
-        return [([optree.tree_leaves(t) for t in trees], True)]
-    if isinstance(params, ShardedTree):
-        chosen, rest = partition(params, mask)
-        return [
-            ([list(t.view(part.selection).tensors) for t in trees], decays)
-            for part, decays in ((chosen, True), (rest, False))
-        ]
-    paths, leaves, _ = flatten(params)
-    flags = resolve(mask, params, what="mask", is_value=lambda x: isinstance(x, bool), paths_leaves=(paths, leaves))
-    flat = [optree.tree_leaves(t) for t in trees]
-    return [
-        ([[x for x, m in zip(xs, flags, strict=True) if m is decays] for xs in flat], decays)
-        for decays in (True, False)
-    ]
+def _check(b1: float, b2: float, eps: float) -> None:
+    for name, b in (("b1", b1), ("b2", b2)):
+        if not 0 <= b < 1:
+            raise ValueError(f"{name}={b}: expected a number in [0, 1)")
+    if not eps > 0:
+        raise ValueError(f"eps={eps}: expected a number above 0, or padding and unused parameters become 0/0")

@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from optim.base import GradientTransformation
+from optim.base import GradientTransformation, require_like
 from ragged import ShardedTree
 from ragged.tree import sharded_trees
 
@@ -54,7 +54,8 @@ def make_step(tx: GradientTransformation, *, donate: bool = True) -> Step:
     overwritten as well but can't be marked. With `donate=False` the inputs stay as they are.
 
     Raises:
-      ValueError: a tree that was donated before, or one tree passed in two places.
+      ValueError: a tree that was donated before, gradients of another tree, plan or shapes than the
+        parameters', or (donating) one tree passed in two places.
 
     Example:
       >>> import torch
@@ -66,11 +67,13 @@ def make_step(tx: GradientTransformation, *, donate: bool = True) -> Step:
 
     @torch.no_grad()
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
+        require_like(params, grads, "grads")
+        if donate:
+            _distinct(params, grads, state)
         if not donate or tx.step is None:
             updates, new_state = tx.update(grads, state, params)
             out = _added(params, updates, donate), new_state
         else:
-            _distinct(params, grads, state)
             out = tx.step(params, grads, state)
         if donate:
             _end((params, grads, state), "an optimizer step", keep=out)

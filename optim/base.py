@@ -10,8 +10,19 @@ import torch
 from torch import Tensor
 
 from ragged import ShardedTree
+from ragged.paths import Shaped, first_difference, shaped
 
-__all__ = ["Blocks", "EmptyState", "GradientTransformation", "first_tensor", "identity", "refuse"]
+__all__ = [
+    "Blocks",
+    "EmptyState",
+    "GradientTransformation",
+    "first_tensor",
+    "global_leaves",
+    "identity",
+    "is_sharded",
+    "refuse",
+    "require_like",
+]
 
 Blocks = Callable[[str, tuple[int, ...], torch.dtype], "tuple[Any, int] | None"]
 
@@ -69,18 +80,50 @@ def refuse(params: Any, what: str, complex_too: bool = True) -> None:
     Raises:
       ValueError: naming the first integer, bool (or complex) leaf.
     """
-    paths, leaves, _ = optree.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, ShardedTree))
-    for path, leaf in zip(paths, leaves, strict=True):
-        named = _tensors(".".join(map(str, path)), leaf)
-        for name, x in named:
-            if not x.is_floating_point() and (complex_too or not x.is_complex()):
-                raise ValueError(
-                    f"{what} can't train leaf {name!r} of {x.dtype}; keep such leaves in a tree of their own "
-                    "(ragged.partition)"
-                )
+    for name, leaf in zip(*global_leaves(params), strict=True):
+        dtype = leaf.dtype
+        if not dtype.is_floating_point and (complex_too or not dtype.is_complex):
+            raise ValueError(
+                f"{what} can't train leaf {name!r} of {dtype}; keep such leaves in a tree of their own "
+                "(ragged.partition)"
+            )
 
 
-def _tensors(path: str, leaf: Any) -> list[tuple[str, Tensor]]:
-    if isinstance(leaf, ShardedTree):
-        return [(p, leaf.tensors[i]) for p, i in leaf.selection.home.items()]
-    return [(path, leaf)] if isinstance(leaf, Tensor) else []
+def is_sharded(x: Any) -> bool:
+    return isinstance(x, ShardedTree)
+
+
+def global_leaves(tree: Any) -> tuple[list[str], list[Shaped]]:
+    """Paths, and global shapes with the dtypes held, of all leaves: those inside sharded trees too."""
+    names: list[str] = []
+    leaves: list[Shaped] = []
+    for entries, x in zip(*optree.tree_flatten_with_path(tree, is_leaf=is_sharded)[:2], strict=True):
+        prefix = ".".join(map(str, entries))
+        if isinstance(x, ShardedTree):
+            home, tensors = x.selection.home, x.tensors
+            names += [".".join(filter(None, (prefix, p))) for p in x.paths]
+            leaves += [Shaped(x.plan.leaves[p].shape, tensors[home[p]].dtype) for p in x.paths]
+        else:
+            names.append(prefix)
+            leaves.append(shaped(prefix, x))
+    return names, leaves
+
+
+def require_like(params: Any, tree: Any, what: str) -> None:
+    """Raise unless a tree has the leaves of the parameters, in the same places.
+
+    In-place kernels pair tensors by position: a tree of other leaves would train the wrong
+    ones, a shorter tensor would be read past its end.
+
+    Raises:
+      ValueError: naming the first leaf that differs.
+    """
+    if optree.tree_structure(tree) != optree.tree_structure(params):
+        lone = first_difference(global_leaves(params)[0], global_leaves(tree)[0])
+        how = "in the plans or the types of containers" if lone is None else f"at leaf {lone!r}, which only one has"
+        raise ValueError(f"{what} and parameters differ {how}; pass {what} of the same tree, with the same plan")
+    paths, ours, _ = optree.tree_flatten_with_path(params)
+    for path, p, x in zip(paths, ours, optree.tree_leaves(tree), strict=True):
+        if p.shape != x.shape:
+            name = ".".join(map(str, path))
+            raise ValueError(f"{what} of leaf {name!r} have shape {tuple(x.shape)}, its parameter has {tuple(p.shape)}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import optree
 import torch
+from torch import Tensor
 
 from optim.base import Blocks, GradientTransformation
 
@@ -45,7 +47,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
             out.append(s)
         last = transformations[-1].step
         assert last is not None
-        params, s = last(params, grads, state[-1])
+        params, s = last(params, _apart(grads, (params, out)), state[-1])
         return params, (*out, s)
 
     def _check(state: Any) -> None:
@@ -54,6 +56,12 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
 
     fused = bool(transformations) and transformations[-1].step is not None
     return GradientTransformation(init_fn, update_fn, step_fn if fused else None, _blocks(transformations))
+
+
+def _apart(updates: Any, kept: Any) -> Any:
+    """Updates that the last member may overwrite: copies of those that are also some member's state."""
+    held = {x.data_ptr() for x in optree.tree_leaves(kept) if isinstance(x, Tensor) and x.numel()}
+    return optree.tree_map(lambda u: u.clone() if u.data_ptr() in held else u, updates)
 
 
 def _blocks(transformations: tuple[GradientTransformation, ...]) -> Blocks | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import optree
@@ -17,8 +18,8 @@ __all__ = ["clip_by_global_norm"]
 def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     """Scale gradients so that their norm over the whole tree and mesh is at most `max_norm`.
 
-    A norm within the limit leaves them bitwise as they are; zero stays zero. A non-finite norm
-    makes them non-finite on every rank (see `apply_if_finite`).
+    A norm within the limit leaves them bitwise as they are; zero stays zero. A norm that isn't
+    finite makes all of them NaN on every rank, rather than a step of zeros (see `apply_if_finite`).
 
     Raises:
       ValueError: a negative limit.
@@ -36,7 +37,7 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
         norm = global_norm(updates)
         # 1 keeps every bit; where the norm is 0, so is everything else
         factor = torch.where(norm > max_norm, max_norm / norm, torch.ones_like(norm))
-        factor = torch.where(norm.isnan(), norm, factor)
+        factor = torch.where(norm.isfinite(), factor, math.nan)
 
         def clip(u: Tensor) -> Tensor:
             return (u * factor).to(u.dtype)

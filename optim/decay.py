@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 
-from optim.base import EmptyState, GradientTransformation
+from optim.base import EmptyState, GradientTransformation, global_leaves, is_sharded
 from ragged import ShardedTree, partition
-from ragged.paths import flatten
 from ragged.resolver import resolve
 
-__all__ = ["add_decayed_weights", "decay_map"]
+__all__ = ["add_decayed_weights", "split_tensors"]
 
 
 def add_decayed_weights(weight_decay: float, mask: Any = None) -> GradientTransformation:
@@ -20,7 +21,8 @@ def add_decayed_weights(weight_decay: float, mask: Any = None) -> GradientTransf
 
     Args:
       mask: which leaves decay: a prefix pytree of bools, a callable `(path, leaf)`, or
-        `ragged.rules`; all by default. Shapes it sees are global.
+        `ragged.rules`; all by default. Shapes it sees are global. Inside a pytree, leaves of a
+        sharded tree have its place there before their own path.
 
     Example:
       >>> import torch
@@ -33,30 +35,42 @@ def add_decayed_weights(weight_decay: float, mask: Any = None) -> GradientTransf
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("add_decayed_weights needs the parameters: call update(updates, state, params)")
-        return decay_map(lambda u, p: (u + weight_decay * p).to(u.dtype), updates, params, mask), state
+        if mask is None:
+            # alpha, not a product: bf16 parameters enter fp32 updates unrounded
+            decayed = optree.tree_map(lambda u, p: torch.add(u, p, alpha=weight_decay).to(u.dtype), updates, params)
+            return decayed, state
+        out = optree.tree_map(torch.clone, updates)
+        for decays, (u, p) in split_tensors(mask, params, out, params):
+            if decays:
+                u.add_(p, alpha=weight_decay)
+        return out, state
 
     return GradientTransformation(lambda params: EmptyState(), update_fn)
 
 
-def decay_map(f: Any, updates: Any, params: Any, mask: Any) -> Any:
-    """`f(update, param)` on the leaves of the mask; others keep their update."""
+def split_tensors(mask: Any, params: Any, *trees: Any) -> Iterator[tuple[bool, tuple[Tensor, ...]]]:
+    """The tensors of trees like `params`, side by side, and what a mask of leaves says of them.
+
+    Tensors of a sharded tree are the intervals of its buffers that the mask covers, as views: so
+    leaves cost no more than the buffers they share.
+    """
     if mask is None:
-        return optree.tree_map(f, updates, params)
-    if not isinstance(params, ShardedTree):
-        return _plain(f, updates, params, mask)
-    chosen, _ = partition(params, mask)
-    # Pieces of a selection are intervals of the buffers: compute on those, copy the buffers once.
-    out: Any = optree.tree_map(lambda u: u.clone(), updates)
-    target = out.view(chosen.selection)
-    source = updates.view(chosen.selection)
-    for t, u, p in zip(target.tensors, source.tensors, chosen.tensors, strict=True):
-        t.copy_(f(u, p))
-    return out
+        for tensors in zip(*(optree.tree_leaves(t) for t in trees), strict=True):
+            yield True, tensors
+        return
+    names, leaves = global_leaves(params)
+    flags = iter(resolve(mask, None, what="mask", is_value=_is_flag, paths_leaves=(names, leaves)))
+    tops, structure = optree.tree_flatten(params, is_leaf=is_sharded)
+    for top, *others in zip(tops, *(structure.flatten_up_to(t) for t in trees), strict=True):
+        if not isinstance(top, ShardedTree):
+            yield next(flags), tuple(others)
+            continue
+        table = {path: next(flags) for path in top.paths}
+        for part, decays in zip(partition(top, lambda path, leaf, t=table: t[path]), (True, False), strict=True):
+            pieces = (other.view(part.selection).tensors for other in others)
+            for tensors in zip(*pieces, strict=True):
+                yield decays, tensors
 
 
-def _plain(f: Any, updates: Any, params: Any, mask: Any) -> Any:
-    paths, leaves, structure = flatten(params)
-    given = optree.tree_leaves(updates)
-    flags = resolve(mask, params, what="mask", is_value=lambda x: isinstance(x, bool), paths_leaves=(paths, leaves))
-    out: list[Tensor] = [f(u, p) if m else u for u, p, m in zip(given, leaves, flags, strict=True)]
-    return optree.tree_unflatten(structure, out)
+def _is_flag(x: Any) -> bool:
+    return isinstance(x, bool)

@@ -23,13 +23,17 @@ def global_norm(tree: Any, ord: float = 2) -> Tensor:
     """The norm of all elements of a tree taken as one vector, the same on every rank.
 
     One all-reduce for the whole tree, summed in fp32 at least. Non-finite elements show in the
-    result, on every rank.
+    result, on every rank, whichever rank holds them. Plain tensors count once, as replicas: they
+    should be equal on all ranks.
 
     Args:
       ord: p of the p-norm, 1 or more; `math.inf` for the largest absolute value.
 
     Returns:
       0-d tensor, fp32 (fp64 for fp64 trees).
+
+    Raises:
+      ValueError: an order below 1, or sharded trees on meshes of different ranks.
 
     Example:
       >>> import torch
@@ -41,11 +45,25 @@ def global_norm(tree: Any, ord: float = 2) -> Tensor:
     if ord == math.inf:
         return _total(tree, lambda x: x.abs().max() if x.numel() else x.new_zeros(()), "max")
     if ord == 2:
-        # squares of the norm: torch's norm kernel reads each buffer once, without a temporary
-        return _total(tree, lambda x: torch.linalg.vector_norm(x, dtype=_wide(x)).square(), "sum").sqrt()
+        return _total(tree, _sum_of_squares, "sum").sqrt()
     power = int(ord) if ord == int(ord) else ord
     total = _total(tree, lambda x: x.to(_wide(x)).abs().pow(power).sum(), "sum")
     return total if power == 1 else total.pow(1 / power)
+
+
+_ROW = 4096
+
+
+def _sum_of_squares(x: Tensor) -> Tensor:
+    # torch's norm kernel reads a buffer once and needs no temporary, but on CPU it sums long vectors
+    # naively (1e-3 off at 3e7 elements in fp32): so give it rows, views of the buffer, and sum those in fp64.
+    flat = x.reshape(-1)
+    whole = flat.numel() // _ROW * _ROW
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=_wide(x))
+    rest = torch.linalg.vector_norm(flat[whole:], dtype=_wide(x))
+    total = rows.double().square().sum() + rest.double().square()
+    out: Tensor = total.to(rest.dtype)
+    return out
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -60,10 +78,18 @@ def _total(tree: Any, part: Callable[[Tensor], Tensor], op: str) -> Tensor:
     shares: list[Tensor] = []
     replicated: list[Tensor] = []
     for x, comm_of, counts in _tensors(tree):
+        if comm is not None and comm_of is not None and set(comm.everyone.ranks) != set(comm_of.everyone.ranks):
+            raise ValueError(
+                f"the trees lie on meshes of different ranks, {comm.everyone.ranks} and {comm_of.everyone.ranks}; "
+                "take their norms one by one"
+            )
         comm = comm or comm_of
         value = part(x)
         value = value.double() if value.dtype == torch.float64 else value.float()
-        (replicated if comm_of is None else shares).append(value if counts else torch.zeros_like(value))
+        if comm_of is None:
+            replicated.append(value)
+        # A copy that doesn't count still has its say if it isn't finite: all ranks must learn of it.
+        shares.append(value if counts else torch.where(value.isfinite(), torch.zeros_like(value), value))
     join = _sum if op == "sum" else _max
     if comm is not None:
         own = join(shares)
@@ -91,7 +117,7 @@ def _tensors(tree: Any) -> Iterator[tuple[Tensor, Comm | None, bool]]:
     leaves = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, ShardedTree))
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            yield leaf, None, True
+            yield leaf, None, False
     for leaf in sharded_trees(tree):
         comm = leaf.plan.bound()
         for piece, tensor in zip(leaf.selection.pieces, leaf.tensors, strict=True):

@@ -63,8 +63,7 @@ def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.
     def schedule(count: Any) -> Any:
         done = _clip(count / decay_steps)
         cosine = torch.cos(math.pi * done) if isinstance(done, Tensor) else math.cos(math.pi * done)
-        value = init_value * ((1 - alpha) * 0.5 * (1 + cosine) + alpha)
-        return value if isinstance(value, Tensor) else round(value, 15)
+        return init_value * ((1 - alpha) * 0.5 * (1 + cosine) + alpha)
 
     return schedule
 

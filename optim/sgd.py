@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
+from torch import Tensor
 
-from optim.base import GradientTransformation, identity, refuse
+from optim.base import GradientTransformation, identity, refuse, require_like
 from optim.chaining import chain
 from optim.scaling import scale_by_learning_rate
 from optim.schedules import Schedule
@@ -44,6 +45,8 @@ def sgd(
 ) -> GradientTransformation:
     """Gradient descent, with momentum if given.
 
+    The donated path (`make_step`) works in place, with the same bits as `update`.
+
     Example:
       >>> import torch
       >>> from optim import apply_updates, sgd
@@ -59,4 +62,23 @@ def sgd(
         return tx.init(params)
 
     tx = chain(first, scale_by_learning_rate(learning_rate))
-    return GradientTransformation(init_fn, tx.update)
+
+    def step_fn(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
+        memory, last = state
+        rate = learning_rate(last.count) if callable(learning_rate) else learning_rate
+        updates = grads
+        if momentum is not None:
+            require_like(params, memory.trace, "trace")
+            updates = optree.tree_map(lambda g, t: t.mul_(momentum).add_(g), grads, memory.trace)
+            memory = TraceState(updates)
+            if nesterov:
+                updates = optree.tree_map(lambda g, t: (g + momentum * t).to(g.dtype), grads, memory.trace)
+
+        def descend(p: Tensor, g: Tensor, u: Tensor) -> Tensor:
+            # the gradient is scratch now; product and sum stay apart, so that bits are those of `update`
+            return p.add_(torch.mul(u, -1 * rate, out=g) if g.dtype == u.dtype else u * (-1 * rate))
+
+        params = optree.tree_map(descend, params, grads, updates)
+        return params, (memory, last._replace(count=last.count + 1) if callable(learning_rate) else last)
+
+    return GradientTransformation(init_fn, tx.update, step_fn)

@@ -49,6 +49,7 @@ class Group:
     rank: int
     handle: Any = field(repr=False, compare=False)
     native: bool
+    host: str = field(default="cpu", compare=False)  # device of messages that the host reads at once
     # Messages of different collectives never match, since all ranks launch them in one order.
     tags: Iterator[int] = field(
         default_factory=lambda: itertools.cycle(range(1 << 20, 1 << 21)), repr=False, compare=False
@@ -70,7 +71,7 @@ class Group:
         if len(ranks) == 1:
             return Group(ranks, me, None, native)
         if ranks == tuple(range(dist.get_world_size())):
-            return Group(ranks, me, dist.group.WORLD, native)
+            return Group(ranks, me, dist.group.WORLD, native, _host(dist.group.WORLD, device_type))
         world = dist.group.WORLD
         known = _groups.get((ranks, device_type))
         if known is not None and known[0] is world:
@@ -83,9 +84,14 @@ class Group:
                 f"torch {torch.__version__} can't make a process group in the order {ranks}; "
                 "use a mesh whose ranks ascend, or torch >= 2.13"
             ) from None
-        group = Group(ranks, me, handle, native)
+        group = Group(ranks, me, handle, native, _host(handle, device_type))
         _groups[ranks, device_type] = (world, group)
         return group
+
+
+def _host(handle: Any, device_type: str) -> str:
+    """Where gloo runs beside NCCL, the host asks it, and doesn't wait for the device."""
+    return "cpu" if device_type == "cpu" or "gloo" in dist.get_backend_config(handle) else device_type
 
 
 # Torch's groups live as long as the world group does; so does this memo of them.

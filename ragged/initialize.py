@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ragged.agree import agree
+from ragged.mesh import Comm
 from ragged.paths import Shaped
 from ragged.places import global_index
 from ragged.plans import Plan
@@ -41,12 +42,12 @@ def init(plan: Plan, initializers: Any, *, seed: int, mesh: DeviceMesh | None = 
       >>> mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
       >>> p = plan({"w": ((8, 4), torch.float32)}, mesh, P(ragged="fsdp"))
     """
-    comm = (plan if mesh is None else plan.bind(mesh)).bound()
-    plan = plan.bind(comm.mesh)
+    comm = plan.bound() if mesh is None else Comm(mesh)
     error, made = None, {}
     try:
+        plan = plan.bind(comm.mesh)
         made = _resolved(plan, initializers)
-    except ValueError as caught:
+    except Exception as caught:
         error = caught
     facts = mesh_facts(comm) | {"seed": str(seed)} | plan.describe()
     facts |= {f"initializer of leaf {path!r}": _name(how) for path, how in made.items()}

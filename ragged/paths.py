@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +20,13 @@ class Shaped(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
 
 def is_shaped(x: Any) -> bool:
     """Whether `x` is a `(shape, dtype)` pair, which stands for a tensor in a tree to plan."""
@@ -25,9 +34,19 @@ def is_shaped(x: Any) -> bool:
 
 
 def shaped(path: str, leaf: Any) -> Shaped:
-    """Shape and dtype of a tensor, meta tensor or `(shape, dtype)` pair."""
+    """Shape and dtype of a tensor, meta tensor or `(shape, dtype)` pair.
+
+    Raises:
+      ValueError: something else, or a shape that is no sequence of sizes >= 0.
+    """
     if is_shaped(leaf):
-        return Shaped(tuple(int(n) for n in leaf[0]), leaf[1])
+        try:
+            shape = tuple(operator.index(n) for n in leaf[0])
+        except TypeError:
+            shape = (-1,)
+        if any(n < 0 for n in shape):
+            raise ValueError(f"leaf {path!r} has the shape {leaf[0]!r}; expected a tuple of sizes >= 0")
+        return Shaped(shape, leaf[1])
     if isinstance(leaf, torch.Tensor):
         return Shaped(tuple(leaf.shape), leaf.dtype)
     raise ValueError(f"leaf {path!r} is a {type(leaf).__name__}; expected a tensor, a meta tensor or (shape, dtype)")
@@ -62,9 +81,9 @@ _DIGITS = re.compile(r"(\d+)")
 
 
 def natural_key(path: str) -> tuple[tuple[tuple[int, int, str], ...], ...]:
-    """Sort key under which `layers.2` comes before `layers.10`."""
+    """Sort key under which `layers.2` comes before `layers.10`; distinct for distinct paths, as `01` and `1`."""
     return tuple(
-        tuple((0, int(s), "") if s.isdigit() else (1, 0, s) for s in _DIGITS.split(part) if s)
+        tuple((0, int(s), s) if s.isdecimal() else (1, 0, s) for s in _DIGITS.split(part) if s)
         for part in path.split(".")
     )
 

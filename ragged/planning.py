@@ -14,7 +14,7 @@ from ragged.mesh import Comm, mesh_axes
 from ragged.paths import Shaped, flatten, natural_key, shaped
 from ragged.planner import Item, Packing, pack_in_order
 from ragged.plans import Plan
-from ragged.resolver import Rules, match_prefix, resolve
+from ragged.resolver import Rules, brief, match_prefix, resolve
 from ragged.spec import P, block_elements
 
 __all__ = ["plan"]
@@ -72,7 +72,7 @@ def plan(
     specs = resolve(spec, tree, what="spec", is_value=_is_spec, paths_leaves=where)
     for path, value in zip(paths, specs, strict=True):
         if not _is_spec(value):
-            raise ValueError(f"spec for leaf {path!r} is {value!r}, expected P(...) or None")
+            raise ValueError(f"spec for leaf {path!r} is {brief(value)}, expected P(...) or None")
     cold = (
         [False] * len(paths)
         if frozen is None

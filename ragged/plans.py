@@ -103,7 +103,7 @@ class Plan:
             facts[f"leaf {path!r}"] = f"{leaf.shape} {dtype}, spec {leaf.spec!r}, block {leaf.block}"
             facts[f"place of leaf {path!r}"] = f"unit {leaf.unit!r}, bucket {leaf.bucket}, offset {leaf.offset}"
         for b in self.buckets:
-            facts[f"bucket {b.name!r}"] = f"{b.ranks} ranks, shard size {b.shard}"
+            facts[f"bucket {b.name!r}"] = f"{b.ranks} ranks, shard size {b.shard}" + ", frozen" * b.frozen
         return facts
 
     @cached_property

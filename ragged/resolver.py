@@ -137,8 +137,10 @@ def _from_prefix(value: Any, paths: Sequence[str], what: str, is_value: Callable
     prefixes, values, _ = flatten(value, is_value, none_is_leaf=True)
     table: dict[str, Any] = {}
     for path, v in zip(prefixes, values, strict=True):
+        if v is None and not is_value(v):
+            continue  # structure, as in the tree itself
         if not is_value(v):
-            raise ValueError(f"{what} tree: the entry {path!r} is {_brief(v)}, not a {what}")
+            raise ValueError(f"{what} tree: the entry {path!r} is {brief(v)}, not a {what}")
         table[path] = v
     unused = set(table)
     out = []
@@ -155,6 +157,6 @@ def _from_prefix(value: Any, paths: Sequence[str], what: str, is_value: Callable
     return out
 
 
-def _brief(x: Any) -> str:
+def brief(x: Any) -> str:
     text = repr(x)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -139,7 +140,7 @@ def _child(plan: Plan, parent: Selection, key: Any) -> Selection | None:
         make = optree.treespec_list if structure.type is list else optree.treespec_tuple
         paths = [p for i in chosen for p in parent.paths[ends[i] : ends[i + 1]]]
         return select(plan, make([children[i] for i in chosen]), paths)
-    if isinstance(key, int) and issubclass(structure.type or object, (list, tuple)):
+    if isinstance(key, int) and issubclass(structure.type or object, (list, tuple, deque)):
         if not -len(entries) <= key < len(entries):
             raise IndexError(f"index {key} out of range for {len(entries)} entries")
         key = entries[key]

@@ -26,16 +26,18 @@ __all__ = ["from_local", "mesh_facts", "shard"]
 
 def shard(
     tree: Any,
-    mesh: DeviceMesh | Plan | None = None,
+    where: DeviceMesh | Plan | None = None,
     spec: Any = None,
     *,
+    mesh: DeviceMesh | None = None,
     units: Any = (),
     optimizer: HasBlocks | None = None,
     src: int | None = None,
 ) -> ShardedTree:
     """Cut a tree of full tensors into this rank's buffers.
 
-    `shard(tree, mesh, spec)` plans and shards; `shard(tree, plan, mesh=None)` uses a plan.
+    `shard(tree, mesh, spec)` plans and shards; `shard(tree, plan)` or `shard(tree, plan, mesh)`
+    uses a plan.
 
     Every rank passes the same tree with the same values; plan and values are compared through
     digests first. With `src=r` global rank r's values win, and other ranks may pass meta
@@ -43,8 +45,9 @@ def shard(
 
     Args:
       tree: pytree of tensors.
-      mesh: a mesh, or a plan.
-      spec: specs as in `ragged.plan`, or the mesh if a plan came first.
+      where: a mesh, or a plan.
+      spec: specs as in `ragged.plan`; after a plan, the mesh to bind it to, if it isn't bound.
+      mesh: the same mesh by name.
       units, optimizer: as in `ragged.plan`.
       src: global rank whose values are taken.
 
@@ -59,23 +62,27 @@ def shard(
       >>> unshard(shard({"w": torch.arange(6)}, mesh, P(ragged="fsdp")))["w"].tolist()
       [0, 1, 2, 3, 4, 5]
     """
-    if isinstance(mesh, Plan):
-        if spec is not None and not isinstance(spec, DeviceMesh):
+    if where is None:
+        where, mesh = mesh, None
+    if isinstance(where, Plan):
+        target = spec if mesh is None else mesh
+        if target is not None and not isinstance(target, DeviceMesh):
             raise ValueError("shard(tree, plan) takes a mesh as third argument; the plan has the specs")
-        comm = (mesh.bind(spec) if spec is not None else mesh).bound()
-        made: Plan = mesh.bind(comm.mesh)
-    elif isinstance(mesh, DeviceMesh):
-        comm = Comm(mesh)
+        comm = where.bound() if target is None else Comm(target)
+    elif isinstance(where, DeviceMesh):
+        comm = Comm(where)
     else:
-        raise ValueError(f"shard needs a DeviceMesh or a Plan, got {type(mesh).__name__}; see ragged.make_mesh")
+        raise ValueError(f"shard needs a DeviceMesh or a Plan, got {type(where).__name__}; see ragged.make_mesh")
     facts, error, tensors = mesh_facts(comm), None, {}
     try:
-        if not isinstance(mesh, Plan):
-            made = plan(tree, mesh, spec, units=units, optimizer=optimizer)
+        if isinstance(where, Plan):
+            made = where.bind(comm.mesh)
+        else:
+            made = plan(tree, where, spec, units=units, optimizer=optimizer)
         facts |= made.describe()
         tensors = _full_tensors(tree, made)
         facts |= _value_facts(tensors, comm, src)
-    except ValueError as caught:
+    except Exception as caught:
         error = caught
     agree("sharding a tree", facts, comm.everyone, error)
     selection = whole(made)
@@ -188,12 +195,11 @@ def from_local(runs: Mapping[str, Tensor], plan: Plan, mesh: DeviceMesh | None =
       ValueError: on all ranks, if a run is missing or not of the planned size or dtype on any,
         naming path, rank, planned and actual size.
     """
-    comm = (plan if mesh is None else plan.bind(mesh)).bound()
-    plan = plan.bind(comm.mesh)
-    error = None
+    comm, error = plan.bound() if mesh is None else Comm(mesh), None
     try:
+        plan = plan.bind(comm.mesh)
         _check_runs(runs, plan, comm)
-    except ValueError as caught:
+    except Exception as caught:
         error = caught
     agree("from_local", mesh_facts(comm) | plan.describe(), comm.everyone, error)
     selection = whole(plan)

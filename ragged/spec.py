@@ -19,6 +19,9 @@ class Granularity:
     def __repr__(self) -> str:
         return self.name
 
+    def __reduce__(self) -> str:
+        return self.name  # copies and pickles are the constant itself
+
 
 ELEMENT: Final = Granularity("ELEMENT")
 """Any element may start a new rank."""
@@ -81,14 +84,15 @@ class P:
         set_(self, "dims", axes)
         set_(self, "ragged", _axes(ragged, "ragged"))
         set_(self, "block", _checked_block(block))
-        set_(self, "shares", None if shares is None else tuple(shares))
+        set_(self, "shares", tuple(shares) if isinstance(shares, Sequence) else shares)
         named = [a for d in self.dims for a in d] + list(self.ragged)
         if twice := sorted({a for a in named if named.count(a) > 1}):
             raise ValueError(f"{self!r} names mesh axis {twice[0]!r} twice; each axis can cut a leaf once")
         if self.shares is not None:
             if not self.ragged:
                 raise ValueError(f"{self!r}: shares= needs ragged=, the axis whose ranks they belong to")
-            if any(not isinstance(s, int) or s < 0 for s in self.shares) or sum(self.shares) == 0:
+            good = isinstance(self.shares, tuple) and all(type(s) is int and s >= 0 for s in self.shares)
+            if not good or sum(self.shares) == 0:
                 raise ValueError(f"{self!r}: shares must be integers >= 0, not all zero; got {self.shares}")
         set_(self, "_hash", hash((self.dims, self.ragged, self.block, self.shares)))
 
@@ -125,7 +129,7 @@ def _rebuild(dims: tuple[tuple[str, ...], ...], ragged: tuple[str, ...], block: 
 
 
 def _axes(value: Axes, where: str) -> tuple[str, ...]:
-    axes = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    axes = () if value is None else tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if not all(isinstance(a, str) and a for a in axes):
         raise ValueError(f"{where}: expected a mesh axis name, a tuple of names, or None; got {value!r}")
     return axes
@@ -151,9 +155,10 @@ def _checked_block(block: Block) -> Block:
 def block_elements(block: Block, shape: Sequence[int]) -> int:
     """The number of contiguous elements that no rank boundary may cut.
 
-    A tuple closes to the smallest contiguous run whose every multiple lies on tile borders:
-    tiles of `(32, 32)` on `(4096, 1024)` are cut only between bands of 32 full rows; tiles of
-    `(1, 128, None)` on `(E, 2880, N)` only between experts, since 128 does not divide 2880.
+    A tuple closes to the smallest contiguous run whose every multiple lies on tile borders (a
+    short last tile counts as a full one): tiles of `(32, 32)` on `(4096, 1024)` are cut only
+    between bands of 32 full rows; tiles of `(1, 128, None)` on `(E, 2880, N)` only between
+    experts, since 128 does not divide 2880.
 
     Args:
       block: the block of a spec.

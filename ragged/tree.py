@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import optree
@@ -11,18 +12,26 @@ from torch import Tensor
 
 from ragged.buffer import DBuffer
 from ragged.plans import Plan
-from ragged.selection import Selection, child, keys
+from ragged.selection import Piece, Selection, child, keys
 
 __all__ = ["Life", "ShardedTree", "sharded_trees"]
 
 
 class Life:
-    """Whether a storage may still be read; shared by all trees that are views of it."""
+    """Which intervals of some buffers were given away; shared by all trees that are views of them."""
 
     __slots__ = ("ended",)
 
     def __init__(self) -> None:
-        self.ended: str | None = None
+        self.ended: list[tuple[Piece, str]] = []
+
+    def cause(self, pieces: Sequence[Piece]) -> str | None:
+        """What any of the pieces were donated to, or None."""
+        for gone, cause in self.ended:
+            for piece in pieces:
+                if piece.bucket is gone.bucket and piece.start < gone.stop and gone.start < piece.stop:
+                    return cause
+        return None
 
 
 class ShardedTree:
@@ -75,9 +84,9 @@ class ShardedTree:
           ValueError: the tree was donated, naming to what.
         """
         for life in self._lives:
-            if life.ended is not None:
+            if life.ended and (cause := life.cause(self.selection.pieces)) is not None:
                 raise ValueError(
-                    f"this tree was donated to {life.ended} and its storage reused; keep the tree that "
+                    f"this tree was donated to {cause} and its storage reused; keep the tree that "
                     "call returned, or pass donate=False"
                 )
         return self._tensors
@@ -145,9 +154,9 @@ class ShardedTree:
         return ShardedTree(self.plan, self.selection, tensors, scope=scope)
 
     def end(self, cause: str) -> None:
-        """Mark the storage as reused: this tree and all views of it raise from now on."""
+        """Mark this tree's storage as reused: it and all trees that overlap with it raise from now on."""
         for life in self._lives:
-            life.ended = cause
+            life.ended += [(piece, cause) for piece in self.selection.pieces]
 
     def __getitem__(self, key: Any) -> Any:
         found = child(self.plan, self.selection, key)
@@ -171,7 +180,12 @@ class ShardedTree:
         return ShardedTree(self.plan, selection, out, scope=self.scope, lives=self._lives)
 
     def __len__(self) -> int:
+        if self.selection.structure.is_leaf():
+            raise TypeError(f"{self.paths[0]!r} is a leaf and has no length")
         return int(self.selection.structure.num_children)
+
+    def __bool__(self) -> bool:
+        return True
 
     def keys(self) -> list[Any]:
         """The container's own keys, indices or fields."""
@@ -181,16 +195,20 @@ class ShardedTree:
         structure = self.selection.structure
         if structure.is_leaf():
             raise TypeError(f"{self.paths[0]!r} is a leaf and can't be iterated")
-        if issubclass(structure.type or object, (list, tuple)):
+        if issubclass(structure.type or object, (list, tuple, deque)):
             return (self[i] for i in range(len(self)))
         return iter(self.keys())
+
+    def values(self) -> Iterator[Any]:
+        """The subtrees, in the order of `keys`."""
+        return (self[key] for key in self.keys())
 
     def items(self) -> Iterator[tuple[Any, Any]]:
         """Pairs of key and subtree."""
         return ((key, self[key]) for key in self.keys())
 
     def __repr__(self) -> str:
-        dead = next((life.ended for life in self._lives if life.ended is not None), None)
+        dead = next((c for life in self._lives if (c := life.cause(self.selection.pieces))), None)
         state = f"donated to {dead}" if dead else f"{len(self._tensors)} local buffers"
         return f"ShardedTree({len(self.paths)} leaves of {self.plan!r}, {state})"
 

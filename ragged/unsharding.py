@@ -45,9 +45,15 @@ def unshard(tree: ShardedTree, *, dst: int | None = None) -> Any:
       >>> unshard(shard([torch.eye(2)], mesh, P(ragged="fsdp")))[0].tolist()
       [[1.0, 0.0], [0.0, 1.0]]
     """
-    comm = tree.plan.bound()
-    if dst is not None and dst not in comm.everyone.ranks:
-        raise ValueError(f"dst={dst} is not a rank of the mesh {comm.mesh.mesh.tolist()}")
+    comm, error = tree.plan.bound(), None
+    facts = {"dst": str(dst), "plan": tree.plan.fingerprint, "leaves": str(tree.paths)}
+    try:
+        if dst is not None and dst not in comm.everyone.ranks:
+            raise ValueError(f"dst={dst} is not a rank of the mesh {comm.mesh.mesh.tolist()}")
+        facts["dtypes"] = str([str(x.dtype) for x in tree.tensors])
+    except Exception as caught:
+        error = caught
+    agree("unshard", facts, comm.everyone, error)
     full: dict[str, Tensor] = {}
     wanted = set(tree.paths)
     pieces: dict[int, list[tuple[Any, Tensor]]] = {}
@@ -136,12 +142,12 @@ def reduce_scatter(tree: Any, plan: Plan, op: str = "mean", mesh: DeviceMesh | N
     Raises:
       ValueError: on all ranks: a path or shape that the plan doesn't have, or an unknown `op`.
     """
-    comm = (plan if mesh is None else plan.bind(mesh)).bound()
-    plan = plan.bind(comm.mesh)
+    comm = plan.bound() if mesh is None else Comm(mesh)
     error, given = None, {}
     try:
+        plan = plan.bind(comm.mesh)
         given = _contributions(tree, plan, op)
-    except ValueError as caught:
+    except Exception as caught:
         error = caught
     dtypes = {f"dtype of leaf {path!r}": str(x.dtype) for path, x in given.items()}
     agree("reduce_scatter", mesh_facts(comm) | {"op": op} | plan.describe() | dtypes, comm.everyone, error)

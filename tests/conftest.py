@@ -19,5 +19,5 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture
 def run(pool: Pool) -> Callable[..., list[Any]]:
-    """`run(n, fn, *args, timeout=60)`: fn on n gloo ranks, see tests/pool.py."""
+    """`run(n, fn, *args, timeout=60, expect_error=False)`: fn on n gloo ranks, see tests/pool.py."""
     return pool.run

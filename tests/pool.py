@@ -7,9 +7,15 @@
     def test_check(run):          # the fixture in conftest.py
         assert run(3, check, 10) == [10, 11, 12]
 
-`run(n, fn, *args, timeout=60, **kwargs)` runs `fn` on ranks 0..n-1 of a fresh process group and
+`run(n, fn, *args, timeout=60, **kwargs)` runs `fn` on ranks 0..n-1 (n <= 8) of a fresh process group and
 returns what they return, in rank order. If a rank raises, dies or takes too long, the test fails with
 the tracebacks of all ranks; hung workers show where they are, and are replaced.
+
+`run(n, fn, ..., expect_error=True)` is for what must fail everywhere: it returns the exceptions of all
+ranks, and the test fails if any rank returned, died or took too long.
+
+`timeout` counts from the moment the workers are up, so a short one is a statement about the library.
+Arguments and results are pickled; workers run one thread each and turn warnings into errors.
 """
 
 from __future__ import annotations
@@ -28,11 +34,25 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["Pool"]
+__all__ = ["MOST", "Pool"]
 
 MOST = 8
+START = 120.0  # seconds for a worker to import torch
+GRACE = 10.0  # seconds that the others get once a rank has failed: they may wait for it in vain
+
+
+class Answer(NamedTuple):
+    """What a rank has to say: a value, or an exception and its traceback as text."""
+
+    value: Any = None
+    error: BaseException | None = None
+    text: str = ""
+
+    @property
+    def good(self) -> bool:
+        return not self.text
 
 
 class Pool:
@@ -46,17 +66,54 @@ class Pool:
         self._workers: list[_Worker] = []
         self._count = 0
 
-    def run(self, n: int, fn: Callable[..., Any], *args: Any, timeout: float = 60, **kwargs: Any) -> list[Any]:
-        """`fn(*args, **kwargs)` on n ranks; its values in rank order."""
+    def run(
+        self,
+        n: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60,
+        expect_error: bool = False,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """`fn(*args, **kwargs)` on n ranks; its values (or its errors) in rank order."""
+        answers = self._ask(self._ready(n), fn, args, kwargs, timeout)
+        bad = [f"rank {k} of {n}: {a.text}" for k, a in enumerate(answers) if not a.good]
+        if not expect_error:
+            assert not bad, "\n\n".join(bad)
+            return [a.value for a in answers]
+        fine = [f"rank {k} of {n}: returned {a.value!r}" for k, a in enumerate(answers) if a.good]
+        lost = any(a.error is None for a in answers)
+        assert not lost, "expected an exception on every rank\n\n" + "\n\n".join([*fine, *bad])
+        return [a.error for a in answers]
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close()
+        self._workers.clear()
+
+    def _ready(self, n: int) -> list[_Worker]:
+        """The first n workers: alive, and with torch imported."""
         assert 1 <= n <= MOST
-        while len(self._workers) < n:
-            self._workers.append(_Worker(self._context, self._store.port))
+        for k in range(n):
+            if k < len(self._workers) and not self._workers[k].alive():
+                self._workers[k].close()
+                self._workers[k] = _Worker(self._context, self._store.port)
+            elif k == len(self._workers):
+                self._workers.append(_Worker(self._context, self._store.port))
         workers = self._workers[:n]
+        for worker in workers:
+            worker.wait_until_up()
+        return workers
+
+    def _ask(self, workers: list[_Worker], fn: Any, args: Any, kwargs: Any, timeout: float) -> list[Answer]:
+        n = len(workers)
         self._count += 1
+        request = pickle.dumps((fn, args, kwargs))
         for rank, worker in enumerate(workers):
-            worker.send(sys.path, (self._count, rank, n, fn, args, kwargs))
-        answers: dict[int, tuple[bool, Any]] = {}
-        deadline = time.monotonic() + timeout
+            worker.send((sys.path, self._count, rank, n, timeout), request)
+        answers: dict[int, Answer] = {}
+        held: list[_Worker] = []
+        deadline, failed = time.monotonic() + timeout, False
         while len(answers) < n:
             left = {w.pipe: k for k, w in enumerate(workers) if k not in answers}
             ready = wait(list(left), max(deadline - time.monotonic(), 0))
@@ -64,23 +121,24 @@ class Pool:
                 break
             for pipe in ready:
                 assert isinstance(pipe, Connection)
-                answers[left[pipe]] = workers[left[pipe]].receive()
-            if any(not good for good, _ in answers.values()):
-                deadline = min(deadline, time.monotonic() + 10)  # the others may wait for it in vain
+                rank = left[pipe]
+                answers[rank] = workers[rank].receive()
+                held.append(workers[rank])
+                if not answers[rank].good and not failed:
+                    failed, deadline = True, min(deadline, time.monotonic() + GRACE)
+            if failed or len(answers) == n:
+                # Until now whoever was done kept its connections open, as others may still read from them.
+                # After a failure closed connections are what wakes the ranks that wait for it.
+                while held:
+                    held.pop().release()
         late = [k for k in range(n) if k not in answers]
         for k in late:
-            answers[k] = False, f"no answer in time; it was at\n{workers[k].where()}"
-        for k in range(n):
-            if k in late or not workers[k].alive():
-                workers[k].kill()
-                self._workers[k] = _Worker(self._context, self._store.port)
-        bad = [f"rank {k} of {n}: {answers[k][1]}" for k in range(n) if not answers[k][0]]
-        assert not bad, "\n\n".join(bad)
-        return [answers[k][1] for k in range(n)]
-
-    def close(self) -> None:
-        for worker in self._workers:
-            worker.kill()
+            answers[k] = Answer(text=f"no answer in time; it was at\n{workers[k].where()}")
+        for k in late:
+            workers[k].close()
+        while held:
+            held.pop().release()
+        return [answers[k] for k in range(n)]
 
 
 class _Worker:
@@ -89,33 +147,48 @@ class _Worker:
         self._log = tempfile.NamedTemporaryFile(mode="r", suffix=".log")  # noqa: SIM115  # lives as long as the worker
         self._process = context.Process(target=_serve, args=(theirs, port, self._log.name), daemon=True)
         self._process.start()
+        self._up = self._closed = False
         theirs.close()
 
-    def send(self, path: list[str], request: Any) -> None:
-        self.pipe.send_bytes(pickle.dumps(path))  # first, so that the function's module can be imported
-        self.pipe.send_bytes(pickle.dumps(request))
+    def wait_until_up(self) -> None:
+        if not self._up:
+            assert self.pipe.poll(START), f"a worker did not start within {START} s: {self.where()}"
+            assert self.pipe.recv_bytes() == b"up"
+            self._up = True
 
-    def receive(self) -> tuple[bool, Any]:
+    def send(self, header: Any, request: bytes) -> None:
+        self.pipe.send_bytes(pickle.dumps(header))  # its sys.path is needed to read the request
+        self.pipe.send_bytes(request)
+
+    def receive(self) -> Answer:
         try:
-            answer: tuple[bool, Any] = pickle.loads(self.pipe.recv_bytes())
+            answer: Answer = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
             self._process.join(5)
-            return False, f"the process died with exit code {self._process.exitcode}\n{self._log.read()[-3000:]}"
+            return Answer(text=f"the process died with exit code {self._process.exitcode}\n{self._log.read()[-3000:]}")
         return answer
 
+    def release(self) -> None:
+        """Let it leave the process group."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.pipe.send_bytes(b"release")
+
     def alive(self) -> bool:
-        return bool(self._process.is_alive())
+        return not self._closed and bool(self._process.is_alive())
 
     def where(self) -> str:
         os.kill(self._process.pid, signal.SIGUSR1)
         time.sleep(0.3)
         return self._log.read()[-3000:]
 
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join()
-        self.pipe.close()
-        self._log.close()
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._process.kill()
+            self._process.join()
+            self._process.close()
+            self.pipe.close()
+            self._log.close()
 
 
 def _serve(pipe: Connection, port: int, log: str) -> None:
@@ -126,32 +199,37 @@ def _serve(pipe: Connection, port: int, log: str) -> None:
         import torch
         import torch.distributed as dist
 
+        os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # a rank that fails at once would leave others connecting to it
         torch.set_num_threads(1)
         warnings.simplefilter("error")
         client = dist.TCPStore("127.0.0.1", port, is_master=False)
+        pipe.send_bytes(b"up")
         while True:
             try:
-                sys.path[:] = pickle.loads(pipe.recv_bytes())
-                request = pipe.recv_bytes()
-            except (EOFError, KeyboardInterrupt):
+                header = pickle.loads(pipe.recv_bytes())
+                answer = _answer(header, pipe.recv_bytes(), client)
+                pipe.send_bytes(answer)
+                pipe.recv_bytes()
+                with contextlib.suppress(Exception):
+                    dist.destroy_process_group()
+            except (EOFError, BrokenPipeError, KeyboardInterrupt):
                 return
-            pipe.send_bytes(_answer(request, client))
 
 
-def _answer(request: bytes, client: Any) -> bytes:
+def _answer(header: Any, request: bytes, client: Any) -> bytes:
     import torch.distributed as dist
 
     try:
-        count, rank, n, fn, args, kwargs = pickle.loads(request)
+        sys.path[:], count, rank, n, timeout = header
+        fn, args, kwargs = pickle.loads(request)
         store = dist.PrefixStore(str(count), client)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=timedelta(seconds=50))
-        answer = True, fn(*args, **kwargs)
-        dist.barrier()  # nobody leaves while another still needs its connections
-    except BaseException:
-        answer = False, traceback.format_exc()
-    with contextlib.suppress(Exception):
-        dist.destroy_process_group()
-    try:
-        return pickle.dumps(answer)
-    except Exception:
-        return pickle.dumps((False, f"the result can't be sent: {traceback.format_exc()}"))
+        # Longer than the pool waits, so that a hang shows where it is and not that it was long.
+        seconds = timedelta(seconds=timeout + 60)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=seconds)
+        return pickle.dumps(Answer(fn(*args, **kwargs)))
+    except BaseException as error:
+        text = traceback.format_exc()
+        try:
+            return pickle.dumps(Answer(error=pickle.loads(pickle.dumps(error)), text=text))
+        except Exception:
+            return pickle.dumps(Answer(error=RuntimeError(repr(error)), text=text))

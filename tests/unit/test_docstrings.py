@@ -1,0 +1,54 @@
+"""The examples of all docstrings run, in this process, on a mesh of one."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsdp
+import optim
+import ragged
+
+MODULES = sorted(
+    name
+    for package in (ragged, fsdp, optim)
+    for name in (
+        package.__name__,
+        *(found.name for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")),
+    )
+)
+EXAMPLES = 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group() -> Iterator[None]:
+    """Examples make a mesh, and with it a process group: end it, unless it was here before."""
+    before, dtype = dist.is_initialized(), torch.get_default_dtype()
+    yield
+    assert torch.get_default_dtype() is dtype
+    if dist.is_initialized() and not before:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def attempted() -> dict[str, int]:
+    return {}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name: str, attempted: dict[str, int], capsys: pytest.CaptureFixture[str]) -> None:
+    failed, attempted[name] = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert failed == 0, capsys.readouterr().out
+
+
+def test_there_are_examples(attempted: dict[str, int]) -> None:
+    """Counted, so that a change of markup can't turn all of them off unnoticed."""
+    if set(attempted) != set(MODULES):
+        pytest.skip("only some of the modules ran")
+    assert sum(attempted.values()) >= EXAMPLES
