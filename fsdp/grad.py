@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,8 +10,10 @@ import optree
 import torch
 from torch import Tensor
 
+from fsdp.rescue import take_part
 from fsdp.schedule import Recorder, Schedule
-from fsdp.step import Step, is_sharded, take_part
+from fsdp.step import Step, is_sharded
+from fsdp.tracing import collected, default_data_axes, detached, explained, frozen_pieces, leaf, same_start, trace
 from ragged.agree import agree
 from ragged.collectives import all_reduce
 from ragged.layout import Bucket, axis_size
@@ -120,7 +121,7 @@ class ValueAndGrad:
         """Without sharded trees: ordinary gradients of ordinary tensors."""
         traced: list[Any] = list(args)
         for i in argnums:
-            traced[i] = optree.tree_map(_leaf, args[i])
+            traced[i] = optree.tree_map(leaf, args[i])
         wanted: Any = [traced[i] for i in argnums]
         leaves: list[Tensor] = optree.tree_leaves(wanted)
         with torch.enable_grad():
@@ -130,7 +131,7 @@ class ValueAndGrad:
             grads = torch.autograd.grad(loss, leaves, allow_unused=True)
         found = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
         out: Any = optree.tree_unflatten(optree.tree_structure(wanted), found)
-        return self._result(loss.detach(), optree.tree_map(_detached, aux), out)
+        return self._result(loss.detach(), optree.tree_map(detached, aux), out)
 
     def _sharded(self, args: tuple[Any, ...], kwargs: dict[str, Any], trees: list[ShardedTree]) -> Any:
         comm = trees[0].plan.bound()
@@ -143,18 +144,18 @@ class ValueAndGrad:
             learns = self._check(trees, args, argnums, comm)
         except Exception as caught:
             error = caught
-        key = tuple((t.plan, t.selection, tuple(x.dtype for x in t._tensors), _frozen(t)) for t in trees)
+        key = tuple((t.plan, t.selection, tuple(x.dtype for x in t._tensors), frozen_pieces(t)) for t in trees)
         schedule = self._schedules.get((key, learns))
-        _same_start(trees, learns, schedule, comm, error)
+        same_start(trees, learns, schedule, comm, error)
         recorder = Recorder(schedule, comm)
-        data_axes = self.data_axes if self.data_axes is not None else _data_axes(trees, comm)
+        data_axes = self.data_axes if self.data_axes is not None else default_data_axes(trees, comm)
 
         def how(bucket: Bucket) -> Reduction:
             return reduction(bucket, comm.axes, data_axes, self.sum_axes, self.op)
 
         step = Step(comm, schedule, recorder, how)
         try:
-            traced_args, traced_kwargs, leaves = _trace(args, kwargs, argnums, step)
+            traced_args, traced_kwargs, leaves = trace(args, kwargs, argnums, step)
             with torch.enable_grad():
                 loss, aux = self._split(self.loss_fn(*traced_args, **traced_kwargs))
             forward = len(recorder.seen)
@@ -164,10 +165,10 @@ class ValueAndGrad:
                 direct = list(torch.autograd.grad(loss, leaves, allow_unused=True))
             step.finish()
             wanted = [traced_args[i] for i in argnums]
-            grads = _collected(wanted, step, dict(zip(map(id, leaves), direct, strict=True)))
-            loss, aux = loss.detach(), optree.tree_map(_detached, aux, is_leaf=is_sharded)
+            grads = collected(wanted, step, dict(zip(map(id, leaves), direct, strict=True)))
+            loss, aux = loss.detach(), optree.tree_map(detached, aux, is_leaf=is_sharded)
         except Exception as caught:
-            error = _explained(caught)
+            error = explained(caught)
         except BaseException:
             step.close()
             raise
@@ -258,122 +259,3 @@ class ValueAndGrad:
         assert grads is not None
         out = grads[0] if self.single else tuple(grads)
         return ((loss, aux), out) if self.has_aux else (loss, out)
-
-
-def _trace(
-    args: tuple[Any, ...], kwargs: dict[str, Any], argnums: tuple[int, ...], step: Step
-) -> tuple[list[Any], dict[str, Any], list[Tensor]]:
-    """The arguments with trees that know the step, and the tensors to differentiate."""
-    leaves: list[Tensor] = []
-    count = 0
-
-    def trace(tree: Any, learns: bool) -> Any:
-        nonlocal count
-        if not isinstance(tree, ShardedTree):
-            return tree
-        tensors = [
-            _traced(tensor, piece.bucket, learns)
-            for tensor, piece in zip(tree.tensors, tree.selection.pieces, strict=True)
-        ]
-        traced = ShardedTree(tree.plan, tree.selection, tensors, scope=step, lives=tree._lives)
-        step.register(traced, "" if count == 0 else f"tree {count}: ", learns)
-        leaves.extend(t for t in tensors if t.requires_grad)
-        count += 1
-        return traced
-
-    out: list[Any] = [
-        optree.tree_map(functools.partial(trace, learns=i in argnums), arg, is_leaf=is_sharded)
-        for i, arg in enumerate(args)
-    ]
-    given: Any = kwargs
-    named: Any = optree.tree_map(functools.partial(trace, learns=False), given, is_leaf=is_sharded)
-    return out, named, leaves
-
-
-def _frozen(tree: ShardedTree) -> tuple[bool, ...]:
-    return tuple(piece.bucket.frozen for piece in tree.selection.pieces)
-
-
-def _same_start(
-    trees: Sequence[ShardedTree],
-    learns: tuple[bool, ...],
-    schedule: Schedule | None,
-    comm: Comm,
-    error: Exception | None,
-) -> None:
-    """Begin the step on all ranks together: same trees, same knowledge of the order, or an error everywhere."""
-    known = "known" if schedule is not None and schedule.events is not None else "to be learnt"
-    facts = {"order of collectives": known, "differentiated": str(learns)}
-    for i, tree in enumerate(trees):
-        facts[f"leaves of tree {i}"] = str(tree.paths)
-        facts[f"dtypes of tree {i}"] = str([x.dtype for x in tree._tensors])
-        facts[f"plan of tree {i}"] = tree.plan.fingerprint
-    group = comm.everyone
-    if group.size > 1:
-        text = "failed" if error is not None else repr(facts)
-        # 52 bits: exact in fp64
-        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 12
-        ends = all_reduce(torch.tensor([digest, -digest], dtype=torch.float64, device=group.host), group, "max").wait()
-        if ends[0].item() != -ends[1].item():
-            agree("the start of a step", facts, group, error)
-    if error is not None:
-        raise error
-
-
-def _explained(error: Exception) -> Exception:
-    """torch says only that a storage is too small where something reads freed parameters."""
-    if isinstance(error, RuntimeError) and "storage of size 0" in str(error):
-        better = ValueError(
-            "backward needs full parameters that were freed after forward: a tensor left a gathered function other "
-            "than by being returned; return it, or use gathered(reshard_after_forward=False)"
-        )
-        better.__cause__ = error
-        return better
-    return error
-
-
-def _leaf(x: Tensor) -> Tensor:
-    if not (x.is_floating_point() or x.is_complex()):
-        raise ValueError(f"can't differentiate with respect to {x.dtype}; pass such leaves as another argument")
-    return x.detach().requires_grad_()
-
-
-def _detached(x: Any) -> Any:
-    if isinstance(x, ShardedTree):
-        return x.with_tensors([t.detach() for t in x.tensors])
-    return x.detach() if isinstance(x, Tensor) else x
-
-
-def _traced(tensor: Tensor, bucket: Bucket, learns: bool) -> Tensor:
-    if learns and not bucket.frozen and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(
-            f"can't differentiate with respect to leaf {bucket.leaves[0].path!r} of {tensor.dtype}; partition such "
-            "leaves into a tree of their own, or plan with frozen="
-        )
-    return tensor.detach().requires_grad_(learns and not bucket.frozen)
-
-
-def _data_axes(trees: Sequence[ShardedTree], comm: Comm) -> tuple[str, ...]:
-    """Axes that are ragged for some leaf, and axes that no leaf names."""
-    buckets = [piece.bucket for tree in trees for piece in tree.selection.pieces]
-    ragged = {a for b in buckets for a in b.ragged}
-    even = {a for b in buckets for a in b.even}
-    return tuple(a for a in comm.axes if a in ragged or a not in even)
-
-
-def _collected(wanted: Sequence[Any], step: Step, direct: dict[int, Tensor | None]) -> list[Any]:
-    """The gradients in the form of the differentiated arguments."""
-
-    def grads(tree: Any) -> Any:
-        if not isinstance(tree, ShardedTree):
-            return tree
-        out = []
-        for piece, tensor in zip(tree.selection.pieces, tree.tensors, strict=True):
-            found = step.grads.get(step.key_of(tensor))
-            extra = step.direct(tensor, piece.bucket, direct.get(id(tensor)))
-            if extra is not None:
-                found = extra if found is None else found + extra
-            out.append(torch.zeros_like(tensor) if found is None else found)
-        return tree.with_tensors(out)
-
-    return [optree.tree_map(grads, tree, is_leaf=is_sharded) for tree in wanted]

@@ -10,16 +10,15 @@ import optree
 import torch
 from torch import Tensor
 
-from fsdp.full import Full
+from fsdp.full import Full, check_outputs
 from fsdp.schedule import Event, Recorder, Schedule
-from ragged.buffer import gather_into
 from ragged.collectives import Pending, all_reduce
 from ragged.layout import Bucket
 from ragged.mesh import Comm
 from ragged.reduction import Reduction, reduce_buffer
 from ragged.tree import ShardedTree, sharded_trees
 
-__all__ = ["Step", "is_sharded", "take_part"]
+__all__ = ["Step", "is_sharded"]
 
 
 def is_sharded(x: Any) -> bool:
@@ -131,24 +130,10 @@ class Step:
         finally:
             for full in fulls:
                 full.uses -= 1
-        self._check_outputs(out, fulls)
+        check_outputs(out, fulls)
         if not self.backward:
             self._leave(fulls, [x for x in optree.tree_leaves(out) if isinstance(x, Tensor)])
         return out
-
-    def _check_outputs(self, out: Any, fulls: Sequence[Full]) -> None:
-        for x in optree.tree_leaves(out):
-            if isinstance(x, Tensor):
-                if any(full.owns(x) for full in fulls):
-                    raise ValueError(
-                        f"a gathered function returned a tensor of shape {tuple(x.shape)} that is a view of its "
-                        "parameters, whose memory is freed now; return a computed value or a clone"
-                    )
-            elif torch.is_grad_enabled() and not isinstance(x, (bool, int, float, complex, str, bytes)):
-                raise ValueError(
-                    f"a gathered function returned a {type(x).__name__}, in which tensors for backward could hide; "
-                    "return tensors in tuples, lists and dicts, or register the class with optree"
-                )
 
     def _leave(self, fulls: Sequence[Full], outputs: Sequence[Tensor]) -> None:
         """The call's outputs lead backward to it."""
@@ -359,19 +344,3 @@ class Step:
         self._order.clear()
         self._ready.clear()
         self.hints = []
-
-
-def take_part(events: Sequence[Event], how: Callable[[Bucket], Reduction], comm: Comm) -> None:
-    """Join collectives that other ranks wait for, with zeros; their step will raise at its end."""
-    for event in events:
-        bucket = event.bucket
-        local = torch.zeros(bucket.bounds.size(comm.rank(bucket.ragged)), dtype=event.dtype, device=comm.device)
-        full = torch.zeros(bucket.length, dtype=event.dtype, device=comm.device)
-        if event.kind == "gather":
-            gather_into(full, local, bucket, comm).wait()
-        elif event.kind == "sum":
-            all_reduce(local, comm.group(how(bucket).across)).wait()
-        elif event.key.startswith("derived"):
-            reduce_buffer(full, bucket, comm, Reduction((), 1)).wait()
-        else:
-            reduce_buffer(full, bucket, comm, how(bucket)).wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -63,6 +64,11 @@ class Selection:
             and self.paths == other.paths
             and self.structure == other.structure
         )
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the paths: equal on all ranks for equal selections."""
+        return hashlib.sha256("\n".join(self.paths).encode()).hexdigest()[:16]
 
     @cached_property
     def home(self) -> dict[str, int]:

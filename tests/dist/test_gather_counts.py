@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from typing import Any
 
@@ -156,7 +157,13 @@ def test_memory_is_flat_from_the_third_step_on(run: Any) -> None:
 
 
 def resident_bytes() -> list[int]:
-    """Resident memory after each step of a model of 16 MB per layer."""
+    """Resident memory after each step of a model of 16 MB per layer.
+
+    malloc adapts its threshold for mapping memory and then keeps freed buffers or not, by tens of MB, in no
+    pattern; with a fixed threshold what is freed goes back at once, and what stays is ours.
+    """
+    m_mmap_threshold = -3
+    assert ctypes.CDLL(None).mallopt(m_mmap_threshold, 2**20) == 1
     shapes = {"layers": [{"w": ((2048, 2048), torch.float32), "b": ((2048,), torch.float32)} for _ in range(3)]}
     mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
     params = init(plan(shapes, mesh, P(ragged="fsdp"), units=["layers.*"]), random.normal(0.01), seed=0)
@@ -164,7 +171,7 @@ def resident_bytes() -> list[int]:
     tx = adamw(1e-3)
     state, step = tx.init(params), make_step(tx)
     out = []
-    for _ in range(16):
+    for _ in range(12):
         _, grads = f(params, torch.ones(4, 2048))
         params, state = step(params, grads, state)
         del grads
@@ -175,5 +182,4 @@ def resident_bytes() -> list[int]:
 
 def test_resident_memory_is_flat_from_the_third_step_on(run: Any) -> None:
     for seen in run(2, resident_bytes):
-        # malloc keeps and returns a few buffers as it likes; one shard lost per step would be 80 MB here
-        assert max(seen[-4:]) - max(seen[2:6]) < 16 * 2**20
+        assert max(seen[3:]) - seen[2] < 2**20

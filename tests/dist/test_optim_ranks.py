@@ -115,3 +115,20 @@ def test_the_same_result_on_any_number_of_ranks(run: Any, order: str) -> None:
         for got in run(n, trained, order):
             for a, b in zip(optree.tree_leaves(got), optree.tree_leaves(want), strict=True):
                 assert a == pytest.approx(b, rel=1e-6, abs=1e-6)
+
+
+def parts_trained_apart() -> None:
+    """Donating a part ends that part and the whole, not its siblings."""
+    tree = shard({"a": torch.ones(6, 2), "b": torch.ones(6)}, mesh(), P(ragged="fsdp"))
+    one, two = tree["a"], tree["b"]
+    tx = optim.adamw(0.1, weight_decay=0.0)
+    new, _ = optim.make_step(tx)(one, optree.tree_map(torch.ones_like, one), tx.init(one))
+    for dead in (one, tree):
+        with pytest.raises(ValueError, match="donated"):
+            _ = dead.tensors
+    assert unshard(two).tolist() == [1.0] * 6
+    assert unshard(new)[0, 0].item() == pytest.approx(0.9)
+
+
+def test_parts_are_donated_apart(run: Any) -> None:
+    run(2, parts_trained_apart)

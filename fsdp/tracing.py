@@ -1,0 +1,152 @@
+"""The two ends of a differentiated step: trees that know it, and gradients in their form."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fsdp.schedule import Schedule
+from fsdp.step import Step, is_sharded
+from ragged.agree import agree
+from ragged.collectives import all_reduce
+from ragged.layout import Bucket
+from ragged.mesh import Comm
+from ragged.tree import ShardedTree
+
+__all__ = [
+    "collected",
+    "default_data_axes",
+    "detached",
+    "explained",
+    "frozen_pieces",
+    "leaf",
+    "same_start",
+    "trace",
+]
+
+
+def trace(
+    args: tuple[Any, ...], kwargs: dict[str, Any], argnums: tuple[int, ...], step: Step
+) -> tuple[list[Any], dict[str, Any], list[Tensor]]:
+    """The arguments with trees that know the step, and the tensors to differentiate."""
+    leaves: list[Tensor] = []
+    count = 0
+
+    def enter(tree: Any, learns: bool) -> Any:
+        nonlocal count
+        if not isinstance(tree, ShardedTree):
+            return tree
+        tensors = [
+            _traced(tensor, piece.bucket, learns)
+            for tensor, piece in zip(tree.tensors, tree.selection.pieces, strict=True)
+        ]
+        traced = ShardedTree(tree.plan, tree.selection, tensors, scope=step, lives=tree._lives)
+        step.register(traced, "" if count == 0 else f"tree {count}: ", learns)
+        leaves.extend(t for t in tensors if t.requires_grad)
+        count += 1
+        return traced
+
+    out: list[Any] = [
+        optree.tree_map(functools.partial(enter, learns=i in argnums), arg, is_leaf=is_sharded)
+        for i, arg in enumerate(args)
+    ]
+    given: Any = kwargs
+    named: Any = optree.tree_map(functools.partial(enter, learns=False), given, is_leaf=is_sharded)
+    return out, named, leaves
+
+
+def frozen_pieces(tree: ShardedTree) -> tuple[bool, ...]:
+    return tuple(piece.bucket.frozen for piece in tree.selection.pieces)
+
+
+def same_start(
+    trees: Sequence[ShardedTree],
+    learns: tuple[bool, ...],
+    schedule: Schedule | None,
+    comm: Comm,
+    error: Exception | None,
+) -> None:
+    """Begin the step on all ranks together: same trees, same knowledge of the order, or an error everywhere."""
+    known = schedule is not None and schedule.events is not None
+    group = comm.everyone
+    if group.size > 1:
+        dtypes = [[str(x.dtype) for x in tree._tensors] for tree in trees]
+        text = repr((known, learns, dtypes, [(tree.plan.fingerprint, tree.selection.digest) for tree in trees]))
+        # 52 bits: exact in fp64
+        raw = hashlib.blake2b(b"failed" if error is not None else text.encode(), digest_size=8).digest()
+        digest = int.from_bytes(raw) >> 12
+        ends = all_reduce(torch.tensor([digest, -digest], dtype=torch.float64, device=group.host), group, "max").wait()
+        if ends[0].item() != -ends[1].item():
+            facts = {"order of collectives": "known" if known else "to be learnt", "differentiated": str(learns)}
+            for i, tree in enumerate(trees):
+                facts[f"leaves of tree {i}"] = str(tree.paths)
+                facts[f"dtypes of tree {i}"] = str(dtypes[i])
+                facts[f"plan of tree {i}"] = tree.plan.fingerprint
+            agree("the start of a step", facts, group, error)
+    if error is not None:
+        raise error
+
+
+def explained(error: Exception) -> Exception:
+    """torch says only that a storage is too small where something reads freed parameters."""
+    if isinstance(error, RuntimeError) and "storage of size 0" in str(error):
+        better = ValueError(
+            "backward needs full parameters that were freed after forward: a tensor left a gathered function other "
+            "than by being returned; return it, or use gathered(reshard_after_forward=False)"
+        )
+        better.__cause__ = error
+        return better
+    return error
+
+
+def leaf(x: Tensor) -> Tensor:
+    if not (x.is_floating_point() or x.is_complex()):
+        raise ValueError(f"can't differentiate with respect to {x.dtype}; pass such leaves as another argument")
+    return x.detach().requires_grad_()
+
+
+def detached(x: Any) -> Any:
+    if isinstance(x, ShardedTree):
+        return x.with_tensors([t.detach() for t in x.tensors])
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def _traced(tensor: Tensor, bucket: Bucket, learns: bool) -> Tensor:
+    if learns and not bucket.frozen and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(
+            f"can't differentiate with respect to leaf {bucket.leaves[0].path!r} of {tensor.dtype}; partition such "
+            "leaves into a tree of their own, or plan with frozen="
+        )
+    return tensor.detach().requires_grad_(learns and not bucket.frozen)
+
+
+def default_data_axes(trees: Sequence[ShardedTree], comm: Comm) -> tuple[str, ...]:
+    """Axes that are ragged for some leaf, and axes that no leaf names."""
+    buckets = [piece.bucket for tree in trees for piece in tree.selection.pieces]
+    ragged = {a for b in buckets for a in b.ragged}
+    even = {a for b in buckets for a in b.even}
+    return tuple(a for a in comm.axes if a in ragged or a not in even)
+
+
+def collected(wanted: Sequence[Any], step: Step, direct: dict[int, Tensor | None]) -> list[Any]:
+    """The gradients in the form of the differentiated arguments."""
+
+    def grads(tree: Any) -> Any:
+        if not isinstance(tree, ShardedTree):
+            return tree
+        out = []
+        for piece, tensor in zip(tree.selection.pieces, tree.tensors, strict=True):
+            found = step.grads.get(step.key_of(tensor))
+            extra = step.direct(tensor, piece.bucket, direct.get(id(tensor)))
+            if extra is not None:
+                found = extra if found is None else found + extra
+            out.append(torch.zeros_like(tensor) if found is None else found)
+        return tree.with_tensors(out)
+
+    return [optree.tree_map(grads, tree, is_leaf=is_sharded) for tree in wanted]
