@@ -145,10 +145,11 @@ def _value_facts(tensors: Mapping[str, Tensor], comm: Comm, src: int | None) -> 
 
 def _digest(tensor: Tensor) -> str:
     """Sum of the raw words, and a sample in order: one pass over the memory, no copy of it."""
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.numel() == 0:
         return "empty"
-    raw = flat.view(torch.uint8) if not flat.is_complex() else torch.view_as_real(flat).reshape(-1).view(torch.uint8)
+    flat = flat.as_strided(flat.shape, (1,))  # a single element may have any stride
+    raw = flat.view(torch.uint8)
     words = raw.view(torch.int32) if raw.numel() % 4 == 0 and raw.storage_offset() % 4 == 0 else raw
     sample = flat[:: max(flat.numel() // 61, 1)].contiguous().view(torch.uint8)
     text = f"{int(words.sum(dtype=torch.int64))} {sample.tolist()}"

@@ -143,6 +143,7 @@ def check_bucket(bucket: Bucket, align: int) -> None:
     assert len(cells) == len(bucket.leaves) + 1
     assert cells[0] == 0
     assert cells[-1] == bucket.length
+    assert list(cells[1:-1]) == [leaf.offset for leaf in bucket.leaves[1:]]
     for leaf, a, b in zip(bucket.leaves, cells[:-1], cells[1:], strict=True):
         assert a <= leaf.offset <= leaf.stop <= b
 

@@ -247,3 +247,6 @@ def test_what_makes_plans_equal() -> None:
         plan(tree, axes, {"w": P(ragged="fsdp", shares=(1, 1)), "x": spec}),
     ]
     assert len({p, *others}) == len(others) + 1
+    a, b = (one((128,), 2, align=align) for align in (32, 64))  # equal layouts, but redistribute keeps align
+    assert a.leaves == b.leaves
+    assert a != b
