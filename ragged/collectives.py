@@ -187,7 +187,7 @@ def all_gather(out: Tensor, shard: Tensor, group: Group, sizes: Sequence[int] | 
 
     Args:
       out: 1-D, the sum of the shards' elements.
-      shard: this rank's, 1-D, contiguous, same dtype.
+      shard: this rank's, 1-D, same dtype.
       sizes: elements per rank, where they are not all equal.
     """
     if group.size == 1:
@@ -196,6 +196,7 @@ def all_gather(out: Tensor, shard: Tensor, group: Group, sizes: Sequence[int] | 
         return Done(out)
     if out.numel() == 0:
         return Done(out)
+    shard = shard.contiguous()
     _note("all_gather", shard.nbytes * (group.size - 1), group)
     if group.native and sizes is None:
         works = [_all_gather_single(_bytes(out), _bytes(shard), group=group.handle, async_op=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import optree
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -97,4 +98,4 @@ def _resolved(plan: Plan, initializers: Any) -> dict[str, Any]:
 
 
 def _is_initializer(x: Any) -> bool:
-    return callable(x) and not isinstance(x, (dict, list, tuple))
+    return callable(x) and optree.tree_is_leaf(x, none_is_leaf=False)

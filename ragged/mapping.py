@@ -47,10 +47,11 @@ def zero_padding(tree: ShardedTree) -> ShardedTree:
         if not isinstance(tensor, Tensor) or tensor.shape != (stop - start,):
             continue  # f reduced the buffer to something else: there is no padding in it
         gaps = list(piece.bucket.local_gaps(rank, piece.start, piece.stop))
-        if gaps and (tensor.requires_grad or not tensor.is_contiguous()):
+        if gaps and not (tensor.is_leaf and tensor.is_contiguous()):
             tensor, padded = tensor.clone(memory_format=torch.contiguous_format), True
-        for a, b in gaps:
-            tensor[a:b] = 0
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not tensor.is_leaf):
+            for a, b in gaps:
+                tensor[a:b] = 0
         out[i] = tensor
     return tree.with_tensors(out, scope=tree.scope) if padded else tree
 

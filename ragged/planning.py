@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -169,15 +170,15 @@ def _units(drafts: Sequence[_Draft], patterns: Sequence[Any]) -> dict[str, list[
     """Leaves by unit, units and leaves in natural order whatever the tree's own order."""
     if isinstance(patterns, (str, Rules)):
         raise ValueError(f'units={patterns!r}: expected a sequence of patterns, e.g. units=["layers.*"]')
+    for pattern in patterns:
+        if not isinstance(pattern, (str, re.Pattern)):
+            raise ValueError(f"units pattern {pattern!r} is neither a glob string nor a compiled regex")
     hit = [False] * len(patterns)
     units: dict[str, list[_Draft]] = {}
     for draft in sorted(drafts, key=lambda d: natural_key(d.path)):
-        name = draft.path.split(".")[0]
-        for i, pattern in enumerate(patterns):
-            prefix = match_prefix(pattern, draft.path)
-            if prefix is not None:
-                name, hit[i] = prefix, True
-                break
+        found = [match_prefix(pattern, draft.path) for pattern in patterns]
+        hit = [h or f is not None for h, f in zip(hit, found, strict=True)]
+        name = next((f for f in found if f is not None), draft.path.split(".")[0])
         units.setdefault(name, []).append(draft)
     if not all(hit):
         pattern = next(p for p, h in zip(patterns, hit, strict=True) if not h)

@@ -72,14 +72,19 @@ class Selection:
 
     @cached_property
     def home(self) -> dict[str, int]:
-        """Index of the piece that holds a path."""
-        wanted = set(self.paths)
-        return {
-            leaf.path: i
-            for i, piece in enumerate(self.pieces)
-            for leaf in piece.bucket.leaves
-            if leaf.path in wanted and piece.start <= leaf.offset and leaf.stop <= piece.stop
-        }
+        """Index of the piece that holds a path, in buffer order.
+
+        A piece is a run of neighbouring leaves. Its borders alone would not tell: empty leaves share them.
+        """
+        wanted, out, index = set(self.paths), {}, -1
+        for bucket in {piece.bucket.index: piece.bucket for piece in self.pieces}.values():
+            inside = False
+            for leaf in bucket.leaves:
+                if leaf.path in wanted:
+                    index += not inside
+                    out[leaf.path] = index
+                inside = leaf.path in wanted
+        return out
 
 
 def select(plan: Plan, structure: optree.PyTreeSpec, paths: Iterable[str]) -> Selection:

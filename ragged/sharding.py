@@ -18,6 +18,7 @@ from ragged.paths import first_difference, flatten, is_shaped, shaped
 from ragged.places import fill_shard
 from ragged.planning import HasBlocks, plan
 from ragged.plans import Plan
+from ragged.resolver import brief
 from ragged.selection import whole
 from ragged.tree import ShardedTree
 
@@ -225,6 +226,8 @@ def _check_runs(runs: Mapping[str, Tensor], plan: Plan, comm: Comm) -> None:
         rank = comm.rank(plan.buckets[leaf.bucket].ragged)
         start, stop = leaf.span(rank)
         run = runs[path]
+        if not isinstance(run, Tensor) or run.is_meta:
+            raise ValueError(f"the run of leaf {path!r} is no tensor with values, but {brief(run)}")
         if run.numel() != stop - start or run.dtype != leaf.dtype:
             raise ValueError(
                 f"leaf {path!r} of shape {leaf.shape}, spec {leaf.spec!r}: the plan gives rank {rank} "

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ragged.paths import Shaped
 from ragged.resolver import resolve
-from ragged.selection import Selection, select
+from ragged.selection import Piece, Selection, select
 from ragged.tree import ShardedTree
 
 __all__ = ["combine", "partition"]
@@ -78,21 +78,19 @@ def combine(a: ShardedTree, b: ShardedTree) -> ShardedTree:
         memo[token] = _union(a, b)
     selection: Selection = memo[token]
     comm = a.plan.bound()
-    held = sorted(
-        (*zip(a.selection.pieces, a.tensors, strict=True), *zip(b.selection.pieces, b.tensors, strict=True)),
-        key=lambda pair: (pair[0].bucket.index, pair[0].start),
-    )
-    out, i = [], 0
-    for piece in selection.pieces:
-        rank, parts = comm.rank(piece.bucket.ragged), []
-        while i < len(held) and held[i][0].bucket.index == piece.bucket.index and held[i][0].stop <= piece.stop:
-            parts.append(held[i])
-            i += 1
-        if len(parts) == 1 and parts[0][0] == piece:
-            out.append(parts[0][1])
+    parts: list[dict[tuple[bool, int], tuple[Piece, Tensor]]] = [{} for _ in selection.pieces]
+    for path, i in selection.home.items():
+        tree = a if path in a.selection.home else b
+        k = tree.selection.home[path]
+        parts[i][tree is a, k] = tree.selection.pieces[k], tree.tensors[k]
+    out = []
+    for piece, found in zip(selection.pieces, parts, strict=True):
+        rank, held = comm.rank(piece.bucket.ragged), list(found.values())
+        if len(held) == 1 and held[0][0] == piece:
+            out.append(held[0][1])
             continue
-        full = [t for p, t in parts if p.local(rank)[1] > p.local(rank)[0]]
-        out.append(_join(full) if full else parts[0][1][:0])
+        full = [t for p, t in held if p.local(rank)[1] > p.local(rank)[0]]
+        out.append(_join(full) if full else held[0][1][:0])
     scope = a.scope if a.scope is not None else b.scope
     lives = tuple(dict.fromkeys((*a._lives, *b._lives)))
     return ShardedTree(a.plan, selection, out, scope=scope, lives=lives)

@@ -20,6 +20,7 @@ from ragged.paths import first_difference, flatten
 from ragged.places import even_slices, flat_rank
 from ragged.plans import Plan
 from ragged.reduction import reduce_buffer, reduction
+from ragged.resolver import brief
 from ragged.selection import whole
 from ragged.sharding import mesh_facts
 from ragged.tree import ShardedTree
@@ -158,7 +159,7 @@ def reduce_scatter(tree: Any, plan: Plan, op: str = "mean", mesh: DeviceMesh | N
         dtype = given[bucket.leaves[0].path].dtype
         full = torch.zeros(bucket.length, dtype=dtype, device=comm.device)
         for path, view in full_views(full, bucket).items():
-            view.copy_(given[path])
+            view.copy_(given[path].detach())
         data = tuple(a for a in comm.axes if a not in bucket.even)
         shard = reduce_buffer(full, bucket, comm, reduction(bucket, comm.axes, data, op=op)).wait()
         out.append(shard)
@@ -174,6 +175,8 @@ def _contributions(tree: Any, plan: Plan, op: str) -> dict[str, Tensor]:
     given = dict(zip(paths, leaves, strict=True))
     for path, x in given.items():
         leaf = plan.leaves[path]
+        if not isinstance(x, Tensor) or x.is_meta:
+            raise ValueError(f"contribution {path!r} is no tensor with values, but {brief(x)}")
         if tuple(x.shape) != leaf.local_shape:
             raise ValueError(f"contribution {path!r} has shape {tuple(x.shape)}, expected {leaf.local_shape}")
         if op == "mean" and not (x.is_floating_point() or x.is_complex()):

@@ -1,4 +1,4 @@
-"""Fixtures: the worker pool."""
+"""Fixtures: the worker pool, and no process group left behind."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.pool import Pool
 
@@ -21,3 +22,11 @@ def pool() -> Iterator[Pool]:
 def run(pool: Pool) -> Callable[..., list[Any]]:
     """`run(n, fn, *args, timeout=60, expect_error=False)`: fn on n gloo ranks, see tests/pool.py."""
     return pool.run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_group_left_behind() -> Iterator[None]:
+    """A mesh of one made in this process ends with its module, whatever runs before or after."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import fsdp
 import optim
@@ -27,13 +26,10 @@ EXAMPLES = 20
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _group() -> Iterator[None]:
-    """Examples make a mesh, and with it a process group: end it, unless it was here before."""
-    before, dtype = dist.is_initialized(), torch.get_default_dtype()
+def _same_default_dtype() -> Iterator[None]:
+    before = torch.get_default_dtype()
     yield
-    assert torch.get_default_dtype() is dtype
-    if dist.is_initialized() and not before:
-        dist.destroy_process_group()
+    assert torch.get_default_dtype() is before
 
 
 @pytest.fixture(scope="module")

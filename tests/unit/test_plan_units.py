@@ -33,6 +33,7 @@ def units_of(p: Plan) -> list[str]:
         (["layers.*.mlp"], ["embed", "head", "layers", *[f"{n}.mlp" for n in LAYERS]]),
         (["layers.3", "layers"], ["embed", "head", "layers", "layers.3"]),
         (["head.**", "layers"], ["embed", "head.norm", "head.w", "layers"]),
+        (["layers", "layers.3"], ["embed", "head", "layers"]),  # the second matches leaves, if too late
     ],
     ids=repr,
 )
@@ -149,6 +150,7 @@ def test_optimizer_blocks() -> None:
         ({"w": W}, 2, rules({"w": RAGGED, "v": RAGGED}), {}, ["spec rule 'v' matches no leaf"]),
         # options
         ({"w": W}, 2, RAGGED, {"units": ["w", "v.*"]}, ["units pattern 'v.*' matches no leaf"]),
+        ({"w": W}, 2, RAGGED, {"units": [3]}, ["units pattern 3", "glob", "regex"]),
         ({"w": W}, 2, RAGGED, {"units": "layers.*"}, ["'layers.*'", "sequence of patterns"]),
         ({"w": W}, 2, RAGGED, {"units": rules({"w": 1})}, ["sequence of patterns"]),
         ({"w": W}, 2, RAGGED, {"frozen": {"v": True}}, ["no frozen mask for leaf 'w'"]),
