@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ragged.collectives import Group
+from ragged.places import flat_rank
 
 __all__ = ["Comm", "make_mesh", "mesh_axes"]
 
@@ -115,10 +116,7 @@ class Comm:
 
     def rank(self, axes: Sequence[str]) -> int:
         """This rank's coordinate on the flattened axes, first axis outermost."""
-        out = 0
-        for axis in axes:
-            out = out * self.axes.get(axis, 1) + self.coordinate.get(axis, 0)
-        return out
+        return flat_rank(self.axes, self.coordinate, axes)
 
     @property
     def everyone(self) -> Group:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ragged.layout import Bucket, LeafInfo
 
-__all__ = ["even_slices", "fill_shard", "global_index"]
+__all__ = ["coordinates", "even_slices", "fill_shard", "flat_rank", "global_index"]
 
 
 def even_slices(leaf: LeafInfo, axes: Mapping[str, int], coordinate: Mapping[str, int]) -> tuple[slice, ...]:
@@ -17,9 +18,7 @@ def even_slices(leaf: LeafInfo, axes: Mapping[str, int], coordinate: Mapping[str
     out = []
     for dim, size in enumerate(leaf.local_shape):
         names = leaf.spec.dims[dim] if dim < len(leaf.spec.dims) else ()
-        index = 0
-        for name in names:
-            index = index * axes.get(name, 1) + coordinate.get(name, 0)
+        index = flat_rank(axes, coordinate, names)
         out.append(slice(index * size, (index + 1) * size))
     return tuple(out)
 
@@ -30,6 +29,12 @@ def flat_rank(axes: Mapping[str, int], coordinate: Mapping[str, int], names: Seq
     for name in names:
         out = out * axes.get(name, 1) + coordinate.get(name, 0)
     return out
+
+
+def coordinates(axes: Mapping[str, int], names: Sequence[str]) -> Iterator[dict[str, int]]:
+    """All coordinates on some axes in the order of their flat ranks; one, {}, for no axes."""
+    for digits in itertools.product(*(range(axes[name]) for name in names)):
+        yield dict(zip(names, digits, strict=True))
 
 
 def fill_shard(

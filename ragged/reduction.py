@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ragged.collectives import Done, Pending, all_reduce, reduce_scatter
+from ragged.collectives import Done, Group, Pending, all_reduce, reduce_scatter
 from ragged.layout import Bucket, axis_size
 from ragged.mesh import Comm
 
@@ -64,14 +64,13 @@ def reduce_buffer(full: Tensor, bucket: Bucket, comm: Comm, how: Reduction) -> P
 class _Rest(Pending):
     """What follows the reduce-scatter once it has arrived: the other axes, and the division."""
 
-    def __init__(self, scattered: Pending, group: object, divisor: int) -> None:
+    def __init__(self, scattered: Pending, group: Group, divisor: int) -> None:
         self._scattered, self._group, self._divisor = scattered, group, divisor
         self._result = None
 
     def wait(self) -> Tensor:
         if self._result is None:
-            shard = self._scattered.wait()
-            shard = all_reduce(shard, self._group).wait()  # type: ignore[arg-type]
+            shard = all_reduce(self._scattered.wait(), self._group).wait()
             self._result = shard.div_(self._divisor) if self._divisor > 1 else shard
             self._scattered = Done(self._result)
         return self._result

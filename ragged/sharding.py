@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,7 +16,7 @@ from ragged.collectives import exchange
 from ragged.layout import Bucket
 from ragged.mesh import Comm
 from ragged.paths import first_difference, flatten, is_shaped, shaped
-from ragged.places import fill_shard
+from ragged.places import coordinates, fill_shard, flat_rank
 from ragged.planning import HasBlocks, plan
 from ragged.plans import Plan
 from ragged.resolver import brief
@@ -131,8 +132,6 @@ def _full_tensors(tree: Any, made: Plan) -> dict[str, Tensor]:
 
 def _value_facts(tensors: Mapping[str, Tensor], comm: Comm, src: int | None) -> dict[str, str]:
     """A cheap fingerprint per leaf. With `src` only that rank's values count."""
-    import torch.distributed as dist
-
     if src is not None and src not in comm.everyone.ranks:
         raise ValueError(f"src={src} is not a rank of the mesh {comm.mesh.mesh.tolist()}")
     reads = src is None or dist.get_rank() == src
@@ -163,12 +162,8 @@ def _receive(out: Tensor, bucket: Bucket, tensors: Mapping[str, Tensor], comm: C
     source = group.ranks.index(src)
     shards: list[Tensor] = []
     if group.rank == source:
-        names = list(comm.axes)
-        for index in range(group.size):
-            position = dict(zip(names, _unravel(index, list(comm.axes.values())), strict=True))
-            rank = 0
-            for axis in bucket.ragged:
-                rank = rank * comm.axes[axis] + position[axis]
+        for position in coordinates(comm.axes, list(comm.axes)):
+            rank = flat_rank(comm.axes, position, bucket.ragged)
             piece = torch.zeros(bucket.bounds.size(rank), dtype=bucket.dtype, device=comm.device)
             fill_shard(piece, bucket, tensors, comm.axes, position)
             shards.append(piece.view(torch.uint8))
@@ -176,14 +171,6 @@ def _receive(out: Tensor, bucket: Bucket, tensors: Mapping[str, Tensor], comm: C
     send_sizes = [s.numel() for s in shards] or [0] * group.size
     receive_sizes = [out.nbytes if k == source else 0 for k in range(group.size)]
     exchange(sent, out.view(torch.uint8), send_sizes, receive_sizes, group).wait()
-
-
-def _unravel(index: int, sizes: list[int]) -> list[int]:
-    out = []
-    for size in reversed(sizes):
-        index, digit = divmod(index, size)
-        out.append(digit)
-    return out[::-1]
 
 
 def from_local(runs: Mapping[str, Tensor], plan: Plan, mesh: DeviceMesh | None = None) -> ShardedTree:

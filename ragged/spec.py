@@ -122,10 +122,10 @@ class P:
         return f"P({', '.join(parts)})"
 
 
-def _rebuild(dims: tuple[tuple[str, ...], ...], ragged: tuple[str, ...], block: Block, shares: object) -> P:
-    named = {"ELEMENT": ELEMENT, "ROW": ROW, "TENSOR": TENSOR}
-    block = named[block.name] if isinstance(block, Granularity) else block
-    return P(*dims, ragged=ragged, block=block, shares=shares)  # type: ignore[arg-type]
+def _rebuild(
+    dims: tuple[tuple[str, ...], ...], ragged: tuple[str, ...], block: Block, shares: tuple[int, ...] | None
+) -> P:
+    return P(*dims, ragged=ragged, block=block, shares=shares)
 
 
 def _axes(value: Axes, where: str) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from ragged.collectives import all_gather, exchange
 from ragged.layout import Bucket, axis_size
 from ragged.mesh import Comm
 from ragged.paths import first_difference, flatten
-from ragged.places import even_slices, flat_rank
+from ragged.places import coordinates, even_slices
 from ragged.plans import Plan
 from ragged.reduction import reduce_buffer, reduction
 from ragged.resolver import brief
@@ -120,12 +120,7 @@ def _send(shard: Tensor, bucket: Bucket, axes: tuple[str, ...], comm: Comm, dst:
 def _coordinates(buffer: Tensor, bucket: Bucket, comm: Comm) -> Iterator[tuple[dict[str, int], Tensor]]:
     """The global buffer of every coordinate on the even axes; one, at {}, without even axes."""
     even = [a for a in comm.axes if a in bucket.even]
-    count = axis_size(comm.axes, tuple(even))
-    for index in range(count):
-        rest, coordinate = index, {}
-        for axis in reversed(even):
-            rest, coordinate[axis] = divmod(rest, comm.axes[axis])
-        assert flat_rank(comm.axes, coordinate, even) == index
+    for index, coordinate in enumerate(coordinates(comm.axes, even)):
         yield coordinate, buffer[index * bucket.length : (index + 1) * bucket.length]
 
 

@@ -32,19 +32,14 @@ def _same_default_dtype() -> Iterator[None]:
     assert torch.get_default_dtype() is before
 
 
-@pytest.fixture(scope="module")
-def attempted() -> dict[str, int]:
-    return {}
-
-
 @pytest.mark.parametrize("name", MODULES)
-def test_examples(name: str, attempted: dict[str, int], capsys: pytest.CaptureFixture[str]) -> None:
-    failed, attempted[name] = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+def test_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    failed, _ = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     assert failed == 0, capsys.readouterr().out
 
 
-def test_there_are_examples(attempted: dict[str, int]) -> None:
+def test_there_are_examples() -> None:
     """Counted, so that a change of markup can't turn all of them off unnoticed."""
-    if set(attempted) != set(MODULES):
-        pytest.skip("only some of the modules ran")
-    assert sum(attempted.values()) >= EXAMPLES
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    found = [test for name in MODULES for test in finder.find(importlib.import_module(name)) if test.examples]
+    assert len(found) >= EXAMPLES
