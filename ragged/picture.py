@@ -1,4 +1,4 @@
-"""Layouts for the eye: one line per leaf, one column per rank."""
+"""Layouts for the eye: types of leaves, and pictures of plans."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
-from ragged.layout import Bucket, LeafInfo
+from ragged.layout import LeafInfo
+from ragged.picture_parts import panels
+from ragged.picture_svg import draw_svg
+from ragged.picture_text import draw_text
 from ragged.plans import Plan
 from ragged.report import table
 from ragged.tree import ShardedTree
@@ -18,7 +21,6 @@ _SHORT = {
     torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
     torch.bool: "bool", torch.complex64: "c64", torch.complex128: "c128",
 }  # fmt: skip
-_MOST_RANKS = 16
 
 
 def typeof(x: Any) -> str:
@@ -60,43 +62,45 @@ def _type(leaf: LeafInfo, dtype: torch.dtype) -> str:
     return f"{text} ragged {'+'.join(leaf.spec.ragged)}, blocks of {leaf.block}"
 
 
-def visualize(x: ShardedTree | Plan, format: str = "text") -> str:
+def visualize(x: ShardedTree | Plan, format: str = "text", *, color: bool | None = None) -> str:
     """Which rank owns which part of each leaf, with blocks and padding.
+
+    Units of equal layout are drawn once, as `layers.0 .. layers.31 (32x)`.
 
     Args:
       x: a plan, or a tree, of which the buckets that it lies in are drawn.
       format: "text": a row per leaf and a column per rank; each cell has the elements of the
         run, `·` where a rank owns nothing. Above 16 ranks the columns are groups of ranks.
+        "svg": a standalone picture, ranks as columns and leaves as coloured runs in the order in
+        which they lie there, padding hatched. Above 64 ranks the columns are groups of ranks that
+        show their mix of leaves; above 21 leaves, those whose paths differ in numbers share a colour.
+      color: of the text, with ANSI codes; None: if the package rich is installed, stdout is a
+        terminal and the environment has no NO_COLOR.
+
+    Returns:
+      The text, or the SVG document.
 
     Raises:
-      ValueError: an unknown format.
+      ValueError: an unknown format, or colours without rich.
+
+    Example:
+      >>> import torch
+      >>> from ragged import P, plan, visualize
+      >>> layout = plan({"w": ((96, 8), torch.float32)}, {"fsdp": 2}, P(ragged="fsdp", block=(32, None)))
+      >>> print(visualize(layout))
+      w  float32, S = 512 over fsdp
+                 block    rank 0    rank 1
+      w            256       512       256
+      (padding)                ·       256
+      (filled)          ████████  ████░░░░
+      >>> visualize(layout, format="svg").startswith("<svg")
+      True
     """
-    if format != "text":
-        raise ValueError(f'format={format!r}: expected "text"')
+    if format not in ("text", "svg"):
+        raise ValueError(f'format={format!r}: expected "text" or "svg"')
     if isinstance(x, ShardedTree):
         buckets = list({piece.bucket.index: piece.bucket for piece in x.selection.pieces}.values())
     else:
         buckets = list(x.buckets)
-    return "\n\n".join(_draw(b) for b in buckets)
-
-
-def _draw(bucket: Bucket) -> str:
-    group = -(-bucket.ranks // _MOST_RANKS)
-    columns = [(k, min(k + group, bucket.ranks)) for k in range(0, bucket.ranks, group)]
-    heads = [f"rank {a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in columns]
-    rows: list[tuple[str, ...]] = [("", "block", *heads)]
-    for leaf in bucket.leaves:
-        cells = []
-        for a, b in columns:
-            n = leaf.span(b - 1)[1] - leaf.span(a)[0]
-            cells.append(f"{n:,}" if n else "·")
-        rows.append((leaf.path, f"{leaf.block:,}", *cells))
-    used = [sum(f.span(b - 1)[1] - f.span(a)[0] for f in bucket.leaves) for a, b in columns]
-    size = [bucket.bounds(b) - bucket.bounds(a) for a, b in columns]
-    pads = [f"{n - u:,}" if n > u else "·" for n, u in zip(size, used, strict=True)]
-    rows.append(("(padding)", "", *pads))
-    bars = [("█" * round(8 * u / n) if n else "").ljust(8, "░") for n, u in zip(size, used, strict=True)]
-    rows.append(("(filled)", "", *bars))
-    axes = "+".join(bucket.ragged) or "every rank"
-    dtype = str(bucket.dtype).removeprefix("torch.")
-    return f"{bucket.name}  {dtype}, S = {bucket.shard:,} over {axes}\n{table(rows)}"
+    parts = panels(buckets)
+    return draw_text(parts, color) if format == "text" else draw_svg(parts)
