@@ -75,7 +75,7 @@ class Step:
         self._order: list[tuple[int, Full]] = []  # trainable buckets by the tick of their first use
         self._visited = 0  # backward has come down to this many ends
         self._ready: dict[str, Tensor] = {}
-        self._flying: tuple[Full, Pending] | None = None
+        self._flying: list[tuple[Full, Pending]] = []  # reduces of one unit
 
     # Trees and buckets
 
@@ -298,25 +298,25 @@ class Step:
         return full.contributions(None)
 
     def _issue_reduce(self, full: Full) -> None:
-        self._land()
+        if self._flying and self._flying[0][0].bucket.unit != full.bucket.unit:
+            self._land()
         if self.recorder is not None:
             self.recorder.issue(Event("reduce", full.key, full.bucket, full.local.dtype))
 
     def _reduce_ready(self) -> None:
-        """Launch what is complete, as long as it is next in order; at most one stays in flight."""
+        """Launch what is complete, as long as it is next in order; the buckets of one unit stay in flight."""
         assert self.how is not None
         while self._order and self._order[-1][1].key in self._ready:
             _, full = self._order.pop()
             self._issue_reduce(full)
             buffer = self._ready.pop(full.key)
-            self._flying = full, reduce_buffer(buffer, full.bucket, full.comm, self.how(full.bucket))
+            self._flying.append((full, reduce_buffer(buffer, full.bucket, full.comm, self.how(full.bucket))))
 
     def _land(self) -> None:
-        if self._flying is not None:
-            full, pending = self._flying
+        for full, pending in self._flying:
             self.grads[full.key] = pending.wait()
             full.empty()
-            self._flying = None
+        self._flying = []
 
     def finish(self) -> None:
         """After backward: visit what is left, zeros for what got no gradient, and the last reduce."""
@@ -330,8 +330,8 @@ class Step:
         """Let everything in flight arrive, whatever state the step is in."""
         for full in self._by_key.values():
             full.wait()
-        if self._flying is not None:
-            self._flying[1].wait()
+        for _, pending in self._flying:
+            pending.wait()
 
     def close(self) -> None:
         """Free everything; trees that carry this scope are dead from now on."""

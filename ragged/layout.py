@@ -7,12 +7,21 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from ragged.spec import P
 
-__all__ = ["Bucket", "LeafInfo", "Unit"]
+__all__ = ["Bounds", "Bucket", "LeafInfo", "Request", "Unit", "axis_size"]
+
+
+class Request(NamedTuple):
+    """Somebody's wish: `block` contiguous elements never cut, the leaf's start a multiple of `align`."""
+
+    who: str
+    block: int
+    align: int = 1
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,7 @@ class LeafInfo:
       unit: name of the unit; `bucket`: index of the bucket in `plan.buckets`.
       offset: start in the bucket's global buffer.
       bounds: the rank boundaries of the bucket, `bounds(k)` in O(1).
-      requests: who asked for which block, e.g. `(("spec", 512), ("optimizer", 256))`.
+      requests: who asked for which block, e.g. `Request("optimizer", block=256, align=256)`.
     """
 
     path: str
@@ -42,7 +51,7 @@ class LeafInfo:
     bucket: int
     offset: int
     bounds: Bounds = field(repr=False)
-    requests: tuple[tuple[str, int], ...] = field(default=(), repr=False)
+    requests: tuple[Request, ...] = field(default=(), repr=False)
 
     @property
     def size(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ragged.layout import Bounds, Bucket, LeafInfo, Unit
+from ragged.layout import Bounds, Bucket, LeafInfo, Request, Unit
 from ragged.paths import first_difference, flatten, shaped
 from ragged.plans import Plan
 from ragged.spec import ELEMENT, ROW, TENSOR, Block, Granularity, P
@@ -36,6 +36,7 @@ def to_json(plan: Plan) -> str:
             "version": _VERSION,
             "axes": list(plan.axes.items()),
             "align": plan.align,
+            "price": plan.price,
             "units": [
                 {
                     "name": unit.name,
@@ -99,7 +100,7 @@ def from_json(text: str, like: Any) -> Plan:
                     index,
                     f["offset"],
                     bounds,
-                    tuple((who, block) for who, block in f["requests"]),
+                    tuple(Request(*request) for request in f["requests"]),
                 )
                 for f in b["leaves"]
             )
@@ -116,4 +117,4 @@ def from_json(text: str, like: Any) -> Plan:
                 f"leaf {path!r} is {given[path].shape} {given[path].dtype}, the plan has {leaf.shape} {leaf.dtype}"
             )
     axes = dict(data["axes"])
-    return Plan(axes, {p: placed[p] for p in paths}, tuple(units), data["align"], structure)
+    return Plan(axes, {p: placed[p] for p in paths}, tuple(units), data["align"], structure, price=data["price"])

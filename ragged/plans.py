@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ragged.layout import Bucket, LeafInfo, Unit
 from ragged.mesh import Comm, mesh_axes
 
-__all__ = ["Plan"]
+__all__ = ["PRICE", "Plan"]
+
+PRICE = 8 << 20  # what a collective moves in about the time it takes to start
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +32,7 @@ class Plan:
       leaves: `LeafInfo` by dotted path, in the tree's flatten order.
       units: in natural order (`layers.2` before `layers.10`), each with its buckets.
       align: every leaf starts at a multiple of it, and S is one (elements).
+      price: bytes of gathered padding that an extra buffer per unit had to save.
       structure: the tree's structure.
       mesh: the mesh the plan is bound to, or None.
       memo: what the library derived from the plan once, to find it again.
@@ -42,6 +45,7 @@ class Plan:
     structure: optree.PyTreeSpec = field(repr=False)
     comm: Comm | None = field(default=None, repr=False)
     memo: dict[str, Any] = field(default_factory=dict, repr=False)
+    price: int = PRICE
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -132,14 +136,26 @@ class Plan:
             f"padding {self.padding:.2%}, {self.fingerprint[:8]})"
         )
 
-    def summary(self) -> str:
-        """A table per kind of unit: leaves, elements, S, m*S, padding, bytes per rank."""
+    def summary(self, optimizer: Any = None) -> str:
+        """A table per kind of unit: where its elements and bytes go.
+
+        Columns: leaves, elements, buffers, S and m*S (summed over the buffers), padding, the padding that no
+        layout of these blocks can avoid ("at least"), and bytes per rank of parameters, gradients and optimizer
+        state.
+
+        Args:
+          optimizer: a transformation, whose `init` then tells the bytes of its state; two fp32 moments if None.
+        """
         from ragged.report import summary
 
-        return summary(self)
+        return summary(self, optimizer)
 
     def explain(self, path: str) -> str:
-        """Who asked for the block of a leaf, and what it costs in elements per rank."""
+        """Who asked for the block and the start of a leaf, and what each request costs in elements per rank.
+
+        Raises:
+          ValueError: no such leaf.
+        """
         from ragged.report import explain
 
         return explain(self, path)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from ragged.layout import Bucket, Unit
-from ragged.planner import Item, pack_in_order
+import optree
+import torch
+
+from ragged.layout import Bucket, LeafInfo, Request, Unit
+from ragged.paths import natural_key
+from ragged.planner import Item, lower_bound, pack
 
 if TYPE_CHECKING:
     from ragged.plans import Plan
 
-__all__ = ["explain", "summary"]
+__all__ = ["explain", "state_bytes", "summary", "table"]
+
+MOMENTS = 8  # bytes per element of what an optimizer keeps if none is given: two fp32 moments, as Adam's
 
 
 def _size(n: float) -> str:
@@ -33,6 +40,29 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def _groups(unit: Unit) -> list[tuple[Bucket, ...]]:
+    """Buckets whose leaves could share a buffer: what the planner solved as one problem."""
+    groups: dict[object, list[Bucket]] = defaultdict(list)
+    for b in unit.buckets:
+        alone = b.index if b.bounds.explicit else None
+        groups[b.frozen, b.dtype, b.ragged, b.even, alone].append(b)
+    return [tuple(group) for group in groups.values()]
+
+
+def _step(align: int, leaves: Iterable[LeafInfo]) -> int:
+    """The start alignment with every request met."""
+    return math.lcm(align, *(r.align for leaf in leaves for r in leaf.requests))
+
+
+def _least(plan: Plan, group: Sequence[Bucket]) -> int:
+    """Elements of the global buffers below which no layout of the group's leaves gets."""
+    if group[0].bounds.explicit:
+        return group[0].length
+    leaves = [leaf for b in group for leaf in b.leaves]
+    items = [Item(leaf.size, leaf.block) for leaf in leaves]
+    return group[0].ranks * lower_bound(items, group[0].ranks, align=_step(plan.align, leaves))
+
+
 def _kind(unit: Unit) -> object:
     """Units with equal layouts are one row."""
     return tuple(
@@ -41,45 +71,94 @@ def _kind(unit: Unit) -> object:
     )
 
 
-def summary(plan: Plan) -> str:
-    """A row per kind of bucket; equal units are counted, not repeated."""
-    kinds: dict[object, list[Unit]] = {}
+def state_bytes(plan: Plan, optimizer: Any) -> dict[int, int]:
+    """Bytes of optimizer state per rank, by bucket index.
+
+    The optimizer's `init` runs on tensors without memory (meta tensors) of all leaves that aren't frozen.
+    """
+    from ragged.selection import select
+    from ragged.tree import ShardedTree, sharded_trees
+
+    trained = [None if plan.buckets[f.bucket].frozen else p for p, f in plan.leaves.items()]
+    paths, structure = optree.tree_flatten(optree.tree_unflatten(plan.structure, trained))
+    selection = select(plan, structure, cast(list[str], paths))
+    buckets = [piece.bucket for piece in selection.pieces]
+    params = ShardedTree(plan, selection, [torch.empty(b.shard, dtype=b.dtype, device="meta") for b in buckets])
+    out = dict.fromkeys(range(len(plan.buckets)), 0)
+    for tree in sharded_trees(optimizer.init(params)):
+        for piece, tensor in zip(tree.selection.pieces, tree.tensors, strict=True):
+            out[piece.bucket.index] += tensor.numel() * tensor.itemsize
+    return out
+
+
+class _Bytes(NamedTuple):
+    """Per rank: parameters, gradients, optimizer state."""
+
+    params: int
+    grads: int
+    states: int
+
+    @staticmethod
+    def of(group: Sequence[Bucket], states: Mapping[int, int] | None) -> _Bytes:
+        params = sum(b.shard * b.dtype.itemsize for b in group)
+        grads = sum(b.shard * b.dtype.itemsize for b in group if not b.frozen)
+        if states is None:
+            return _Bytes(params, grads, sum(b.shard * MOMENTS for b in group if not b.frozen))
+        return _Bytes(params, grads, sum(states[b.index] for b in group))
+
+
+def summary(plan: Plan, optimizer: Any = None) -> str:
+    """A row per kind of unit and dtype; equal units are counted, not repeated."""
+    states = None if optimizer is None else state_bytes(plan, optimizer)
+    kinds: dict[object, list[Unit]] = defaultdict(list)
     for unit in plan.units:
-        kinds.setdefault(_kind(unit), []).append(unit)
-    rows: list[tuple[str, ...]] = [
-        ("unit", "leaves", "dtype", "ranks", "elements", "S", "m*S", "padding", "bytes/rank")
-    ]
+        kinds[_kind(unit)].append(unit)
+    heads = "leaves dtype ranks elements buffers S m*S padding at_least params grads states"
+    rows: list[tuple[str, ...]] = [("unit", *(head.replace("_", " ") for head in heads.split()))]
+    elements = least = 0
+    total = _Bytes(0, 0, 0)
     for units in kinds.values():
-        for i, b in enumerate(units[0].buckets):
-            name = units[0].buckets[i].name
-            label = name if len(units) == 1 else f"{name} .. {units[-1].buckets[i].name} ({len(units)}x)"
-            rows.append(_row(label + (" frozen" if b.frozen else ""), b))
+        for first, last in zip(_groups(units[0]), _groups(units[-1]), strict=True):
+            names = first[0].name, last[0].name
+            label = names[0] if len(units) == 1 else f"{names[0]} .. {names[1]} ({len(units)}x)"
+            here, bytes_ = _least(plan, first), _Bytes.of(first, states)
+            rows.append(_row(label + (" frozen" if first[0].frozen else ""), first, here, bytes_))
+            elements += len(units) * sum(b.elements for b in first)
+            least += len(units) * here
+            total = _Bytes(*(t + len(units) * n for t, n in zip(total, bytes_, strict=True)))
     axes = " x ".join(f"{name} {n}" for name, n in plan.axes.items()) or "no mesh axes"
-    elements = sum(b.elements for b in plan.buckets)
-    total = (
+    return (
+        f"{table(rows)}\n"
         f"{len(plan.leaves)} leaves in {len(plan.units)} units on {axes}: {elements:,} elements, "
-        f"padding {plan.padding:.2%}, {_size(plan.bytes_per_rank())} per rank"
+        f"padding {plan.padding:.2%}, unavoidable at least {_share(least, elements)}\n"
+        f"per rank: {_size(total.params)} of parameters, {_size(total.grads)} of gradients, "
+        f"{_size(total.states)} of optimizer state" + (f" (at {MOMENTS} bytes per element)" if states is None else "")
     )
-    return f"{table(rows)}\n{total}"
 
 
-def _row(label: str, b: Bucket) -> tuple[str, ...]:
-    padding = b.length / b.elements - 1 if b.elements else 0.0
+def _share(length: int, elements: int) -> str:
+    return f"{length / elements - 1 if elements else 0.0:.2%}"
+
+
+def _row(label: str, group: Sequence[Bucket], least: int, bytes_: _Bytes) -> tuple[str, ...]:
+    elements, length = sum(b.elements for b in group), sum(b.length for b in group)
     return (
         label,
-        str(len(b.leaves)),
-        str(b.dtype).removeprefix("torch."),
-        str(b.ranks),
-        f"{b.elements:,}",
-        f"{b.shard:,}",
-        f"{b.length:,}",
-        f"{padding:.2%}",
-        _size(b.shard * b.dtype.itemsize),
+        str(sum(len(b.leaves) for b in group)),
+        str(group[0].dtype).removeprefix("torch."),
+        str(group[0].ranks),
+        f"{elements:,}",
+        str(len(group)),
+        f"{sum(b.shard for b in group):,}",
+        f"{length:,}",
+        _share(length, elements),
+        _share(least, elements),
+        *map(_size, bytes_),
     )
 
 
 def explain(plan: Plan, path: str) -> str:
-    """Who asked for a leaf's block, and the S the bucket would have without it.
+    """Who asked for a leaf's block and start, and what S would be without each request.
 
     Raises:
       ValueError: no such leaf.
@@ -88,22 +167,49 @@ def explain(plan: Plan, path: str) -> str:
         raise ValueError(f"the plan has no leaf {path!r}; its leaves are {list(plan.leaves)[:20]}")
     leaf = plan.leaves[path]
     bucket = plan.buckets[leaf.bucket]
+    group = next(g for g in _groups(plan.unit[leaf.unit]) if bucket in g)
+    shard = sum(b.shard for b in group)
     lines = [
         f"{path}: shape {leaf.shape}, spec {leaf.spec!r}",
         f"  unit {leaf.unit!r}, bucket {bucket.name!r}, {bucket.ranks} ranks, "
         f"[{leaf.offset:,}, {leaf.stop:,}) of {bucket.length:,}",
+        f"  {math.ceil(leaf.size / leaf.block):,} blocks of {leaf.block:,} elements"
+        + (f"; shares {leaf.spec.shares} set the runs: {bucket.bounds.sizes}" if bucket.bounds.explicit else ""),
     ]
-    for who, block in leaf.requests:
-        lines.append(f"  {who} asks for blocks of {block:,} elements")
-    blocks = math.ceil(leaf.size / leaf.block)
-    lines.append(f"  together: {blocks:,} blocks of {leaf.block:,} elements")
-    if bucket.bounds.explicit is None:
-        items = [Item(f.size, 1 if f.path == path else f.block) for f in bucket.leaves]
-        free = pack_in_order(items, bucket.ranks, plan.align).shard
-        lines.append(
-            f"  S = {bucket.shard:,}; with this leaf cut anywhere it would be {free:,}: "
-            f"its block costs {bucket.shard - free:,} elements per rank"
-        )
-    else:
-        lines.append(f"  shares {leaf.spec.shares} set the runs: {bucket.bounds.sizes} elements")
+    if bucket.bounds.explicit:
+        return "\n".join(lines)
+    buffers = f"the unit's {len(group)} buffers" if len(group) > 1 else "the buffer"
+    lines.append(f"  S = {shard:,} elements per rank for {buffers}")
+    for request in leaf.requests:
+        wants = [f"blocks of {request.block:,} elements"]
+        if request.align > 1:
+            wants.append(f"a start at a multiple of {request.align:,}")
+        others = tuple(r for r in leaf.requests if r is not request)
+        lines.append(f"  {request.who} asks for {' and '.join(wants)}: " + _cost(plan, group, shard, {path: others}))
+    whole = _cost(plan, group, shard, {}, align=1)
+    lines.append(f"  alignment starts every leaf at a multiple of {plan.align:,} elements: {whole}")
     return "\n".join(lines)
+
+
+def _cost(
+    plan: Plan,
+    group: Sequence[Bucket],
+    shard: int,
+    instead: Mapping[str, tuple[Request, ...]],
+    align: int | None = None,
+) -> str:
+    """What S would be with other requests of some leaves, or without alignment."""
+    leaves = sorted((leaf for b in group for leaf in b.leaves), key=lambda leaf: natural_key(leaf.path))
+    requests = [instead.get(leaf.path, leaf.requests) for leaf in leaves]
+    items = [
+        Item(leaf.size, min(math.lcm(*(r.block for r in asked)), max(leaf.size, 1)))
+        for leaf, asked in zip(leaves, requests, strict=True)
+    ]
+    step = math.lcm(plan.align if align is None else align, *(r.align for asked in requests for r in asked))
+    price = plan.price // group[0].dtype.itemsize
+    free = pack(items, group[0].ranks, align=step, price=price).shard
+    if free == shard:
+        return "costs nothing"
+    if free > shard:  # the search is not exact: more freedom may find less
+        return "no cheaper layout is known without it"
+    return f"S would be {free:,} without it, so it costs {shard - free:,} elements per rank"

@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ragged.agree import agree
 from ragged.collectives import exchange
+from ragged.drafts import HasBlocks
 from ragged.layout import Bucket
 from ragged.mesh import Comm
 from ragged.paths import first_difference, flatten, is_shaped, shaped
 from ragged.places import coordinates, fill_shard, flat_rank
-from ragged.planning import HasBlocks, plan
+from ragged.planning import plan
 from ragged.plans import Plan
 from ragged.resolver import brief
 from ragged.selection import whole

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,11 @@ CLOSE = {torch.float32: 1e-5, torch.float64: 1e-10}
 Run = tuple[list[float], dict[str, Tensor]]  # losses, and final parameters by path
 
 
-def make_params(dtype: torch.dtype, block: Any, shape: tuple[int, ...], axes: tuple[str, ...]) -> ShardedTree:
+def make_params(
+    dtype: torch.dtype, block: Any, shape: tuple[int, ...], axes: tuple[str, ...], **options: Any
+) -> ShardedTree:
     mesh = make_mesh(shape, axes, device_type="cpu")
-    made = plan(gpt.shapes(**SIZES, dtype=dtype), mesh, gpt.specs(block), units=["layers.*"])
+    made = plan(gpt.shapes(**SIZES, dtype=dtype), mesh, gpt.specs(block), units=["layers.*"], **options)
     return init(made, gpt.INITIALIZERS, seed=0)
 
 
@@ -51,10 +53,16 @@ def by_path(tree: Any) -> dict[str, Tensor]:
 
 
 def sharded(
-    dtype: torch.dtype, block: Any = 1, shape: tuple[int, ...] = (-1,), axes: tuple[str, ...] = ("fsdp",)
+    dtype: torch.dtype,
+    block: Any = 1,
+    shape: tuple[int, ...] = (-1,),
+    axes: tuple[str, ...] = ("fsdp",),
+    buffers: Sequence[int] = (1, 1, 1, 1),
+    **options: Any,
 ) -> Run:
     """On every rank of the pool: the library's loop."""
-    params = make_params(dtype, block, shape, axes)
+    params = make_params(dtype, block, shape, axes, **options)
+    assert [len(unit.buckets) for unit in params.plan.units] == list(buffers)
     tx = adamw(RATE, eps=EPS[dtype], weight_decay=DECAY)
     state, step_fn, loss_and_grad = tx.init(params), make_step(tx), value_and_grad(gpt.loss_fn)
     losses = []
@@ -123,6 +131,18 @@ def test_training_is_the_same_on_any_mesh(
     losses, params = gap(results[0], reference[dtype])
     assert losses < CLOSE[dtype]
     assert params < CLOSE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "block", "buffers"), [(2, (8, 8), (1, 2, 2, 2)), (4, (16, None), (2, 1, 1, 1))], ids=str
+)
+def test_several_buffers_per_unit_train_as_one(
+    run: Callable[..., list[Run]], ranks: int, block: Any, buffers: tuple[int, ...]
+) -> None:
+    """Where the planner's price for a collective is nothing, units get several buffers: bitwise the same."""
+    one = run(ranks, sharded, torch.float32, block)
+    several = run(ranks, sharded, torch.float32, block, price=0, buffers=buffers)
+    assert all(gap(a, b) == (0, 0) for a, b in zip(one, several, strict=True))
 
 
 def test_batches_do_not_depend_on_ranks() -> None:

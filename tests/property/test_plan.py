@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ragged import ELEMENT, ROW, TENSOR, Bucket, LeafInfo, P, Plan, plan
-from ragged.planner import Item
+from ragged.paths import natural_key
+from ragged.planner import Item, lower_bound, pack_in_order
 from ragged.planner.reference import scan_shard
 from ragged.selection import select
 from ragged.spec import block_elements
@@ -47,6 +48,7 @@ class Case:
     ranks: int
     align: int
     units: tuple[str, ...]
+    price: int
 
     def map(self, f: Callable[[Leaf], Any]) -> Any:
         return optree.tree_map(f, self.tree)
@@ -61,8 +63,9 @@ class Case:
         return found
 
     def plan(self) -> Plan:
-        where = {"units": self.units, "frozen": self.map(lambda leaf: leaf.frozen), "align": self.align}
-        return plan(self.shapes, {"fsdp": self.ranks}, self.map(lambda leaf: leaf.spec), **where)
+        specs, frozen = self.map(lambda leaf: leaf.spec), self.map(lambda leaf: leaf.frozen)
+        how = {"units": self.units, "frozen": frozen, "align": self.align, "price": self.price}
+        return plan(self.shapes, {"fsdp": self.ranks}, specs, **how)
 
 
 # The last three are hard to order: equal as numbers, and a digit that is no decimal.
@@ -92,7 +95,7 @@ def cases(draw: st.DrawFn) -> Case:
     grow: Any = lambda c: st.one_of(st.dictionaries(keys, c, max_size=4), st.lists(c, max_size=4))  # noqa: E731
     tree = draw(st.recursive(st.one_of(leaf, leaf, leaf, st.none()), grow, max_leaves=8))
     units = draw(st.sampled_from([(), ("**",)])) if optree.tree_leaves(tree) else ()
-    return Case(tree, ranks, draw(st.sampled_from([1, 8, 64])), units)
+    return Case(tree, ranks, draw(st.sampled_from([1, 8, 64])), units, draw(st.sampled_from([0, 1 << 23])))
 
 
 def owners(bucket: Bucket) -> list[int]:
@@ -172,6 +175,24 @@ def test_no_smaller_shard_is_legal(case: Case) -> None:
         if bucket.bounds.explicit is None:
             items = [Item(math.prod(f.shape), block_elements(f.spec.block, f.shape)) for f in bucket.leaves]
             assert bucket.shard == scan_shard(items, case.ranks, case.align)
+
+
+@examples
+@given(cases())
+def test_no_worse_than_the_natural_order_no_better_than_the_bound(case: Case) -> None:
+    p = case.plan()
+    for unit in p.units:
+        groups: dict[Any, list[Bucket]] = defaultdict(list)
+        for b in unit.buckets:
+            if b.bounds.explicit is None:
+                groups[b.dtype, b.frozen].append(b)
+        for group in groups.values():
+            mine = sorted((f for b in group for f in b.leaves), key=lambda f: natural_key(f.path))
+            items = [Item(f.size, f.block) for f in mine]
+            shard = sum(b.shard for b in group)
+            assert shard >= lower_bound(items, case.ranks, align=case.align)
+            assert shard <= pack_in_order(items, case.ranks, case.align).shard
+            assert len(group) == 1 or case.price == 0
 
 
 @examples

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from optim import adamw, sgd
 from ragged import ELEMENT, P, Plan, plan, rules, typeof, visualize
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -45,13 +46,13 @@ def test_explain_says_who_asked_and_what_it_costs() -> None:
     assert "[0, 768) of 1,024" in text
     assert "spec asks for blocks of 256 elements" in text
     assert "3 blocks of 256 elements" in text
-    assert "S = 512; with this leaf cut anywhere it would be 384" in text
-    assert "costs 128 elements per rank" in text
+    assert "S = 512 elements per rank for the buffer" in text
+    assert "S would be 384 without it, so it costs 128 elements per rank" in text
     assert "optimizer" not in text
 
 
 def test_explain_a_block_that_costs_nothing() -> None:
-    assert "costs 0 elements per rank" in one(3).explain("w")
+    assert "blocks of 256 elements: costs nothing" in one(3).explain("w")
 
 
 def test_explain_optimizer_blocks() -> None:
@@ -59,8 +60,20 @@ def test_explain_optimizer_blocks() -> None:
     text = one(2, optimizer=optimizer).explain("w")
     assert "spec asks for blocks of 256" in text
     assert "optimizer asks for blocks of 384" in text
-    assert "together: 1 blocks of 768" in text
-    assert "costs 384 elements per rank" in text
+    assert "1 blocks of 768" in text
+    # either block alone allows S = 512 or 384
+    assert "blocks of 256 elements: S would be 384 without it, so it costs 384 elements per rank" in text
+    assert "blocks of 384 elements: S would be 512 without it, so it costs 256 elements per rank" in text
+
+
+def test_explain_start_alignment() -> None:
+    shapes = {"m": dict.fromkeys("ab", ((100,), F32))}
+    optimizer = SimpleNamespace(blocks=lambda path, shape, dtype: (1, 256) if path == "m.a" else None)
+    text = plan(shapes, {"fsdp": 1}, P(ragged="fsdp", block=ELEMENT), optimizer=optimizer).explain("m.a")
+    assert "optimizer asks for blocks of 1 elements and a start at a multiple of 256: S would be 256 without" in text
+    assert "alignment starts every leaf at a multiple of 64 elements: costs nothing" in text  # 256 stands anyway
+    text = plan(shapes, {"fsdp": 1}, P(ragged="fsdp", block=ELEMENT)).explain("m.a")
+    assert "multiple of 64 elements: S would be 200 without it, so it costs 56 elements per rank" in text
 
 
 def test_explain_shares() -> None:
@@ -80,40 +93,68 @@ def test_every_leaf_can_be_explained(ranks: int) -> None:
         text = p.explain(path)
         assert text.startswith(f"{path}: shape {leaf.shape}")
         assert f"unit {leaf.unit!r}" in text
-        cost = int(re.search(r"costs (-?[\d,]+) elements", text).group(1).replace(",", ""))  # type: ignore[union-attr]
-        assert cost >= 0
+        for line in text.splitlines()[4:]:  # a request per line, with its cost
+            found = re.search(r"costs (nothing|[\d,]+ elements)", line)
+            assert found is not None
+            assert not found.group(1).startswith("0")
 
 
 # --- summary, repr --------------------------------------------------------------------------
 
 
-def test_summary_has_a_row_per_kind_of_bucket() -> None:
+HEADS = "unit leaves dtype ranks elements buffers S m*S padding at_least params grads states"
+
+
+def test_summary_has_a_row_per_kind_of_unit_and_dtype() -> None:
     p = layered()
     text = p.summary()
     lines = text.splitlines()
-    assert lines[0].split() == ["unit", "leaves", "dtype", "ranks", "elements", "S", "m*S", "padding", "bytes/rank"]
+    assert lines[0].replace("at least", "at_least").split() == HEADS.split()
     # 100 rows of 8 in two shards; 2-byte elements in three blocks; the replicated one has one rank.
-    assert row(text, "embed frozen") == ["1", "float32", "2", "800", "448", "896", "12.00%", "1.8", "KiB"]
-    assert row(text, "layers.0#1 .. layers.2#1 (3x)")[:6] == ["1", "bfloat16", "2", "768", "512", "1,024"]
-    assert row(text, "layers.0 .. layers.2 (3x)")[:6] == ["1", "float32", "2", "8", "64", "128"]
-    assert row(text, "norm")[:6] == ["1", "float32", "1", "8", "64", "64"]
-    assert len(lines) == 6
-    assert lines[-1].startswith("8 leaves in 5 units on fsdp 2: 3,136 elements")
-    assert f"padding {p.padding:.2%}" in lines[-1]
+    kib = ["1.8", "KiB", "0", "B", "0", "B"]  # a frozen leaf has no gradient and no state
+    assert row(text, "embed frozen") == ["1", "float32", "2", "800", "1", "448", "896", "12.00%", "12.00%", *kib]
+    kib = ["1.0", "KiB", "1.0", "KiB", "4.0", "KiB"]
+    three = ["1", "bfloat16", "2", "768", "1", "512", "1,024", "33.33%", "33.33%", *kib]
+    assert row(text, "layers.0#1 .. layers.2#1 (3x)") == three
+    assert row(text, "layers.0 .. layers.2 (3x)")[:7] == ["1", "float32", "2", "8", "1", "64", "128"]
+    assert row(text, "norm")[:7] == ["1", "float32", "1", "8", "1", "64", "64"]
+    assert len(lines) == 7
+    assert lines[-2].startswith("8 leaves in 5 units on fsdp 2: 3,136 elements")
+    assert f"padding {p.padding:.2%}" in lines[-2]
     assert p.bytes_per_rank() == 448 * 4 + 3 * (512 * 2 + 64 * 4) + 64 * 4
-    assert f"{p.bytes_per_rank() / 1024:.1f} KiB per rank" in lines[-1]
+    assert lines[-1].startswith(f"per rank: {p.bytes_per_rank() / 1024:.1f} KiB of parameters")
+
+
+def test_summary_shows_buffers_and_what_no_layout_can_avoid() -> None:
+    """Blocks of 3 and 4 rows on 32 ranks: one buffer needs 12 rows per rank, two need 7."""
+    shapes = {"pair": {"a": ((96, 64), F32), "b": ((128, 64), F32)}}
+    spec = rules({"pair.a": P(ragged="fsdp", block=(3, None)), "pair.b": P(ragged="fsdp", block=(4, None))})
+    one, two = (plan(shapes, {"fsdp": 32}, spec, price=price).summary() for price in (1 << 60, 0))
+    assert row(one, "pair")[4:9] == ["1", "768", "24,576", "71.43%", "0.00%"]
+    assert row(two, "pair")[4:9] == ["2", "448", "14,336", "0.00%", "0.00%"]
+
+
+def test_bytes_of_an_optimizers_state() -> None:
+    shapes = {"m": {"a": ((64, 4), BF16), "b": ((64, 4), BF16)}}
+    p = plan(shapes, {"fsdp": 2}, RAGGED, frozen=rules({"m.a": True, "m.b": False}))
+    assert "256 B of parameters" not in p.summary()
+    per_rank = "per rank: 512 B of parameters, 256 B of gradients, "
+    assert p.summary().endswith(per_rank + "1.0 KiB of optimizer state (at 8 bytes per element)")
+    assert p.summary(adamw(1e-3)).endswith(per_rank + "1.0 KiB of optimizer state")
+    assert p.summary(adamw(1e-3, mu_dtype=BF16)).endswith(per_rank + "768 B of optimizer state")
+    assert p.summary(sgd(1e-3)).endswith(per_rank + "0 B of optimizer state")
 
 
 def test_units_of_other_layouts_are_rows_of_their_own() -> None:
     tree = {"a": ((8, 8), F32), "b": ((8, 8), F32), "c": ((8, 9), F32), "d": ((8, 8), BF16)}
-    rows = plan(tree, {"fsdp": 2}, RAGGED).summary().splitlines()[1:-1]
+    rows = plan(tree, {"fsdp": 2}, RAGGED).summary().splitlines()[1:-2]
     assert [re.split(r"\s{2,}", line)[0] for line in rows] == ["a .. b (2x)", "c", "d"]
 
 
 def test_a_large_plan_has_a_short_summary() -> None:
     p = layered(layers=80, ranks=1024)
     assert "(80x)" in p.summary()
-    assert len(p.summary().splitlines()) == 6
+    assert len(p.summary().splitlines()) == 7
 
 
 def test_repr_is_one_line() -> None:
@@ -177,7 +218,7 @@ def test_many_ranks_share_columns(ranks: int, heads: str) -> None:
 
 
 def test_every_bucket_is_drawn() -> None:
-    p = layered()
+    p = layered(1)
     drawings = visualize(p).split("\n\n")
     assert len(drawings) == len(p.buckets)
     for drawing, bucket in zip(drawings, p.buckets, strict=True):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ragged import ELEMENT, TENSOR, P, Plan, plan, rules
+from ragged.layout import Request
 
 F32, BF16 = torch.float32, torch.bfloat16
 AXES, RAGGED = {"fsdp": 2}, P(ragged="fsdp")
@@ -105,8 +106,8 @@ def test_optimizer_blocks() -> None:
     tree = {"m": dict.fromkeys("abc", ((10, 6), F32))}
     p = plan(tree, AXES, RAGGED, optimizer=SimpleNamespace(blocks=blocks), align=32)
     assert {k: f.block for k, f in p.leaves.items()} == {"m.a": 12, "m.b": 60, "m.c": 6}
-    assert p.leaves["m.a"].requests == (("spec", 6), ("optimizer", 4))
-    assert p.leaves["m.c"].requests == (("spec", 6),)
+    assert p.leaves["m.a"].requests == (Request("spec", 6, 1), Request("optimizer", 4, 48))
+    assert p.leaves["m.c"].requests == (Request("spec", 6, 1),)
     step = math.lcm(48, 32)
     assert p.buckets[0].shard % step == 0
     assert [f.offset % step for f in p.buckets[0].leaves] == [0, 0, 0]
