@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fsdp.full import Full, check_outputs
 from fsdp.schedule import Event, Recorder, Schedule
+from ragged.buffer import compare
 from ragged.collectives import Pending, all_reduce
 from ragged.layout import Bucket
 from ragged.mesh import Comm
@@ -177,6 +178,8 @@ class Step:
             raise ValueError(f"unit {full.key!r} is used again in backward after its gradient was complete")
         if self.recorder is not None:
             self.recorder.issue(Event("gather", full.key, full.bucket, full.local.dtype))
+        else:
+            compare("gather", full.bucket, full.local.dtype, self.comm.group(full.bucket.ragged))
         full.fill()
 
     def _prefetch(self, index: int) -> None:

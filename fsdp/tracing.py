@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +12,7 @@ from torch import Tensor
 
 from fsdp.schedule import Schedule
 from fsdp.step import Step, is_sharded
-from ragged.agree import agree
-from ragged.collectives import all_reduce
+from ragged.agree import same
 from ragged.layout import Bucket
 from ragged.mesh import Comm
 from ragged.tree import ShardedTree
@@ -74,23 +72,18 @@ def same_start(
 ) -> None:
     """Begin the step on all ranks together: same trees, same knowledge of the order, or an error everywhere."""
     known = schedule is not None and schedule.events is not None
-    group = comm.everyone
-    if group.size > 1:
-        dtypes = [[str(x.dtype) for x in tree._tensors] for tree in trees]
-        text = repr((known, learns, dtypes, [(tree.plan.fingerprint, tree.selection.digest) for tree in trees]))
-        # 52 bits: exact in fp64
-        raw = hashlib.blake2b(b"failed" if error is not None else text.encode(), digest_size=8).digest()
-        digest = int.from_bytes(raw) >> 12
-        ends = all_reduce(torch.tensor([digest, -digest], dtype=torch.float64, device=group.host), group, "max").wait()
-        if ends[0].item() != -ends[1].item():
-            facts = {"order of collectives": "known" if known else "to be learnt", "differentiated": str(learns)}
-            for i, tree in enumerate(trees):
-                facts[f"leaves of tree {i}"] = str(tree.paths)
-                facts[f"dtypes of tree {i}"] = str(dtypes[i])
-                facts[f"plan of tree {i}"] = tree.plan.fingerprint
-            agree("the start of a step", facts, group, error)
-    if error is not None:
-        raise error
+    dtypes = [[str(x.dtype) for x in tree._tensors] for tree in trees]
+
+    def facts() -> dict[str, str]:
+        out = {"order of collectives": "known" if known else "to be learnt", "differentiated": str(learns)}
+        for i, tree in enumerate(trees):
+            out[f"leaves of tree {i}"] = str(tree.paths)
+            out[f"dtypes of tree {i}"] = str(dtypes[i])
+            out[f"plan of tree {i}"] = tree.plan.fingerprint
+        return out
+
+    text = repr((known, learns, dtypes, [(tree.plan.fingerprint, tree.selection.digest) for tree in trees]))
+    same("the start of a step", text, facts, comm.everyone, error)
 
 
 def explained(error: Exception) -> Exception:

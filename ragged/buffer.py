@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from ragged.collectives import Pending, all_gather
+from ragged.agree import same
+from ragged.collectives import Group, Pending, all_gather
 from ragged.layout import Bucket
 from ragged.mesh import Comm
 from ragged.reduction import reduce_buffer, reduction
 
-__all__ = ["DBuffer", "full_views", "gather_into"]
+__all__ = ["DBuffer", "compare", "full_views", "gather_into"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class DBuffer:
         """The global buffer, gathered straight into `out` (1-D, `bucket.length` elements).
 
         Raises:
-          ValueError: `out` has another size or dtype.
+          ValueError: `out` has another size or dtype; on all ranks: another rank is at another bucket.
         """
         if out is None:
             if self.bucket.ranks == 1:
@@ -57,6 +59,7 @@ class DBuffer:
                 f"gather of bucket {self.bucket.name!r} needs out of shape ({self.bucket.length},) and dtype "
                 f"{self.tensor.dtype}, got {tuple(out.shape)} and {out.dtype}"
             )
+        compare("gather", self.bucket, self.tensor.dtype, self.comm.group(self.bucket.ragged))
         return gather_into(out, self.tensor, self.bucket, self.comm).wait()
 
     def reduce(self, full: Tensor, op: str = "mean") -> Tensor:
@@ -65,14 +68,16 @@ class DBuffer:
         Every rank that doesn't differ on an even axis contributes. `full` may be overwritten.
 
         Raises:
-          ValueError: another size, or an unknown `op`.
+          ValueError: another size, or an unknown `op`; on all ranks: another rank is at another bucket.
         """
         if full.shape != (self.bucket.length,):
             raise ValueError(
                 f"reduce of bucket {self.bucket.name!r} needs shape ({self.bucket.length},), got {tuple(full.shape)}"
             )
         axes = self.comm.axes
-        how = reduction(self.bucket, axes, tuple(a for a in axes if a not in self.bucket.even), op=op)
+        data = tuple(a for a in axes if a not in self.bucket.even)
+        how = reduction(self.bucket, axes, data, op=op)
+        compare(f"reduce by {op}", self.bucket, full.dtype, self.comm.group(data))
         return reduce_buffer(full, self.bucket, self.comm, how).wait()
 
     def leaf(self, path: str) -> Tensor:
@@ -91,6 +96,13 @@ class DBuffer:
     def views(self, full: Tensor) -> dict[str, Tensor]:
         """Full leaves (after the even dims) as views of the global buffer, by path."""
         return full_views(full, self.bucket)
+
+
+def compare(kind: str, bucket: Bucket, dtype: torch.dtype, group: Group) -> None:
+    """Raise on all ranks of the group unless they are about to do the same with the same bucket."""
+    name = str(dtype).removeprefix("torch.")
+    facts = {"bucket": f"{bucket.name} of {bucket.length} elements, {name}"}
+    same(f"{kind} of a bucket", repr((facts, bucket.bounds)), lambda: facts, group)
 
 
 def gather_into(out: Tensor, shard: Tensor, bucket: Bucket, comm: Comm) -> Pending:

@@ -14,8 +14,8 @@ from ragged.drafts import Draft, HasBlocks, draft, shares_bounds
 from ragged.layout import Bounds, Bucket, LeafInfo, Unit, axis_size
 from ragged.mesh import Comm, mesh_axes
 from ragged.paths import flatten, natural_key, shaped
-from ragged.planner import pack
-from ragged.plans import PRICE, Plan
+from ragged.planner import PRICE, pack
+from ragged.plans import Plan
 from ragged.resolver import Rules, brief, match_prefix, resolve
 from ragged.spec import P
 
@@ -45,8 +45,8 @@ def plan(
       optimizer: a transformation whose `blocks` must not be cut either.
       frozen: leaves that are gathered but never reduced, as a mask for the resolver.
       align: every leaf starts at a multiple of so many elements, and S is one.
-      price: bytes of gathered padding, over all ranks, that a collective less is worth. A unit gets several
-        buffers of one dtype where that saves more; a very large price means one buffer.
+      price: elements of gathered padding, over all ranks, that a collective less is worth: by default 8 MB in
+        fp32. A unit gets several buffers of one dtype where that saves more; a very large price means one.
 
     Returns:
       A `Plan`, bound to the mesh if one was given.
@@ -65,7 +65,7 @@ def plan(
     if not isinstance(align, int) or align < 1:
         raise ValueError(f"align must be a positive number of elements, got {align!r}")
     if not isinstance(price, int) or price < 0:
-        raise ValueError(f"price must be a number of bytes, zero or more, got {price!r}")
+        raise ValueError(f"price must be a number of elements, zero or more, got {price!r}")
     paths, leaves, structure = flatten(tree)
     shapes = [shaped(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
     # Callables get something with .shape and .dtype: the tensor itself where there is one.
@@ -136,7 +136,7 @@ def _pack(group: Sequence[Draft], ranks: int, align: int, price: int) -> list[tu
     if group[0].spec.shares is not None:
         return [(shares_bounds(group[0], ranks), [(group[0], 0)])]
     step = math.lcm(align, *(leaf.align for leaf in group))
-    packing = pack([leaf.item for leaf in group], ranks, align=step, price=price // group[0].dtype.itemsize)
+    packing = pack([leaf.item for leaf in group], ranks, align=step, price=price)
     out = []
     for buffer in packing.buffers:
         placed = [(group[i], start) for i, start in zip(buffer.members, buffer.starts, strict=True)]

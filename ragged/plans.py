@@ -14,10 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ragged.layout import Bucket, LeafInfo, Unit
 from ragged.mesh import Comm, mesh_axes
+from ragged.planner import PRICE
 
-__all__ = ["PRICE", "Plan"]
-
-PRICE = 8 << 20  # what a collective moves in about the time it takes to start
+__all__ = ["Plan"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +31,7 @@ class Plan:
       leaves: `LeafInfo` by dotted path, in the tree's flatten order.
       units: in natural order (`layers.2` before `layers.10`), each with its buckets.
       align: every leaf starts at a multiple of it, and S is one (elements).
-      price: bytes of gathered padding that an extra buffer per unit had to save.
+      price: elements of gathered padding that an extra buffer per unit had to save.
       structure: the tree's structure.
       mesh: the mesh the plan is bound to, or None.
       memo: what the library derived from the plan once, to find it again.

@@ -206,8 +206,7 @@ def _cost(
         for leaf, asked in zip(leaves, requests, strict=True)
     ]
     step = math.lcm(plan.align if align is None else align, *(r.align for asked in requests for r in asked))
-    price = plan.price // group[0].dtype.itemsize
-    free = pack(items, group[0].ranks, align=step, price=price).shard
+    free = pack(items, group[0].ranks, align=step, price=plan.price).shard
     if free == shard:
         return "costs nothing"
     if free > shard:  # the search is not exact: more freedom may find less

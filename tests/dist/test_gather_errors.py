@@ -147,3 +147,41 @@ def meshes_differ() -> None:
 
 def test_one_mesh_per_step(run: Any) -> None:
     run(2, meshes_differ, timeout=30)
+
+
+def another_order_without_grad(how: str) -> str:
+    """Rank 1 evaluates layers in another order, or does something else altogether."""
+    params, x = make_params(), torch.ones(2, 16)
+    odd = dist.get_rank() == 1
+    with torch.no_grad():
+        want = fold(gathered(block), params["layers"], x)
+        try:
+            if how == "step" and odd:
+                value_and_grad(make_loss())(params, tokens())
+            elif how == "buffer":
+                params.buffers[0 if odd else 1].gather()
+            elif how == "reduce":
+                full = params.buffers[1].gather()
+                params.buffers[1].reduce(full, op="sum" if odd else "mean")
+            else:
+                layers = list(params["layers"])
+                fold(gathered(block), layers[::-1] if odd else layers, x)
+            said = ""
+        except ValueError as error:
+            said = str(error)
+        assert torch.equal(fold(gathered(block), params["layers"], x), want)  # and all ranks go on together
+    return said
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("order", ["gather of a bucket", "layers.0 of", "layers.3 of"]),
+        ("step", ["gather of a bucket", "the start of a step"]),
+        ("buffer", ["gather of a bucket", "bucket: rank 0 has head of", "rank 1 has embed of"]),
+        ("reduce", ["reduce by mean of a bucket", "reduce by sum of a bucket"]),
+    ],
+)
+def test_ranks_that_differ_outside_of_a_step_all_raise(run: Any, how: str, words: list[str]) -> None:
+    for said in run(3, another_order_without_grad, how, timeout=30):
+        assert all(word in said for word in words), said
