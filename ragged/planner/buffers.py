@@ -19,8 +19,8 @@ from ragged.planner.shard_sizes import Shards, SizeSearch
 __all__ = ["PRICE", "Buffer", "UnitPacking", "pack"]
 
 PRICE = 2_000_000  # gathered elements that one collective less is worth: 8 MB in fp32
-FIRST_TRIES = 12
-STEPS = 6_000  # of filling per unit, about two microseconds each
+FIRST_TRIES = 8
+STEPS = 3_000  # of filling per unit, about two microseconds each
 
 
 @dataclass(frozen=True)

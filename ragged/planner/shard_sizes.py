@@ -22,7 +22,7 @@ __all__ = ["Shards", "SizeSearch"]
 MOST_BLOCKS = 5  # told apart in lattices, those of the longest leaves first
 MOST_LATTICES = 14  # the smallest ones
 MOST_MULTIPLES = 6  # of one lattice in a family, half from either end
-MOST_UNFOLDED = 600  # sizes looked at per unit
+MOST_UNFOLDED = 300  # sizes looked at per unit
 
 Shards = tuple[int, ...]
 
