@@ -1,21 +1,22 @@
 """Every collective of the library. The one module that calls `torch.distributed`'s.
 
-Differences between backends live here: which calls are fastest, which dtypes travel (gloo
-takes no int16, uint16 or fp8, so bytes are sent), names that torch changed, and groups of one
-rank, where nothing is sent at all.
+CPU tensors travel from rank to rank over the default group, as bytes (gloo takes no int16, uint16 or fp8), straight
+from and into place: faster than gloo's own collectives, reduced in one fixed order, and any set of ranks can do it
+without a process group of its own. Device tensors use the backend's collectives. In a group of one nothing is sent.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import pickle
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ragged.groups import Group
 
 __all__ = [
     "Done",
@@ -34,68 +35,7 @@ __all__ = [
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-
-@dataclass(frozen=True)
-class Group:
-    """Ranks of a collective in coordinate order.
-
-    Attributes:
-      ranks: global ranks; `rank`: this process's position among them.
-      handle: torch's process group, None for a single rank.
-      native: the backend reduces and scatters well by itself (NCCL).
-    """
-
-    ranks: tuple[int, ...]
-    rank: int
-    handle: Any = field(repr=False, compare=False)
-    native: bool
-    host: str = field(default="cpu", compare=False)  # device of messages that the host reads at once
-    # Messages of different collectives never match, since all ranks launch them in one order.
-    tags: Iterator[int] = field(
-        default_factory=lambda: itertools.cycle(range(1 << 20, 1 << 21)), repr=False, compare=False
-    )
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @staticmethod
-    def of(ranks: tuple[int, ...], device_type: str) -> Group:
-        """The group of these global ranks in this order; all of them call it, nobody else needs to.
-
-        Raises:
-          ValueError: the order can't be expressed in this version of torch.
-        """
-        native = device_type != "cpu"
-        me = ranks.index(dist.get_rank())
-        if len(ranks) == 1:
-            return Group(ranks, me, None, native)
-        if ranks == tuple(range(dist.get_world_size())):
-            return Group(ranks, me, dist.group.WORLD, native, _host(dist.group.WORLD, device_type))
-        world = dist.group.WORLD
-        known = _groups.get((ranks, device_type))
-        if known is not None and known[0] is world:
-            return known[1]
-        order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
-        try:
-            handle = dist.new_group(list(ranks), use_local_synchronization=True, **order)
-        except TypeError:
-            raise ValueError(
-                f"torch {torch.__version__} can't make a process group in the order {ranks}; "
-                "use a mesh whose ranks ascend, or torch >= 2.13"
-            ) from None
-        group = Group(ranks, me, handle, native, _host(handle, device_type))
-        _groups[ranks, device_type] = (world, group)
-        return group
-
-
-def _host(handle: Any, device_type: str) -> str:
-    """Where gloo runs beside NCCL, the host asks it, and doesn't wait for the device."""
-    return "cpu" if device_type == "cpu" or "gloo" in dist.get_backend_config(handle) else device_type
-
-
-# Torch's groups live as long as the world group does; so does this memo of them.
-_groups: dict[tuple[tuple[int, ...], str], tuple[Any, Group]] = {}
+SMALL = 1 << 14  # bytes that are reduced in one round of messages, everybody sending everything
 
 
 class Event(NamedTuple):
@@ -164,7 +104,7 @@ def _bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8)
 
 
-def _swap(sent: Sequence[Tensor], received: Sequence[Tensor | None], group: Group) -> list[Any]:
+def _swap(sent: Sequence[Tensor | None], received: Sequence[Tensor | None], group: Group) -> list[Any]:
     """Send piece k to rank k and receive from it, straight from and into place, any sizes.
 
     On gloo this beats its collectives, which go through buffers of their own. Peers are visited from the next
@@ -174,11 +114,11 @@ def _swap(sent: Sequence[Tensor], received: Sequence[Tensor | None], group: Grou
     works = []
     for step in range(1, group.size):
         k, j = (group.rank + step) % group.size, (group.rank - step) % group.size
-        target = received[j]
+        source, target = sent[k], received[j]
         if target is not None and target.numel():
-            works.append(dist.irecv(_bytes(target), group.ranks[j], group=group.handle, tag=tag))
-        if sent[k].numel():
-            works.append(dist.isend(_bytes(sent[k]), group.ranks[k], group=group.handle, tag=tag))
+            works.append(dist.irecv(_bytes(target), group.ranks[j], tag=tag))
+        if source is not None and source.numel():
+            works.append(dist.isend(_bytes(source), group.ranks[k], tag=tag))
     return works
 
 
@@ -198,11 +138,12 @@ def all_gather(out: Tensor, shard: Tensor, group: Group, sizes: Sequence[int] | 
         return Done(out)
     shard = shard.contiguous()
     _note("all_gather", shard.nbytes * (group.size - 1), group)
-    if group.native and sizes is None:
+    native = out.device.type != "cpu"
+    if native and sizes is None:
         works = [_all_gather_single(_bytes(out), _bytes(shard), group=group.handle, async_op=True)]
         return Pending(works, lambda: out)
     pieces = torch.split(out, list(sizes) if sizes is not None else [shard.numel()] * group.size)
-    if group.native:
+    if native:
         pieces[group.rank].copy_(shard)
         works = [
             dist.broadcast(_bytes(piece), group.ranks[k], group=group.handle, async_op=True)
@@ -218,8 +159,8 @@ def all_gather(out: Tensor, shard: Tensor, group: Group, sizes: Sequence[int] | 
 def reduce_scatter(full: Tensor, group: Group, sizes: Sequence[int] | None = None) -> Pending:
     """Sum the ranks' full buffers and keep this rank's shard of the sum.
 
-    On gloo: the contributions travel as they are and are summed in rank order, in fp32 for 16-bit floats. It is
-    faster than the backend's own reduce-scatter, and bitwise the same whatever the timing.
+    On the CPU the contributions travel as they are and are summed in rank order, in fp32 for 16-bit floats. It is
+    faster than gloo's own reduce-scatter, and bitwise the same whatever the timing.
 
     Args:
       full: 1-D contributions for all ranks; must not change until `wait`.
@@ -234,7 +175,7 @@ def reduce_scatter(full: Tensor, group: Group, sizes: Sequence[int] | None = Non
     mine = cuts[group.rank]
     _note("reduce_scatter", (full.numel() - mine) * full.itemsize, group)
     pieces = torch.split(full, cuts)
-    if group.native:
+    if full.device.type != "cpu":
         out = full.new_empty(mine)
         if sizes is None:
             works = [_reduce_scatter_single(out, full, group=group.handle, async_op=True)]
@@ -245,49 +186,90 @@ def reduce_scatter(full: Tensor, group: Group, sizes: Sequence[int] | None = Non
             if piece.numel()
         ]
         return Pending(works, lambda: out.copy_(pieces[group.rank]))
-    others = full.new_empty((group.size - 1, mine))
-    parts: list[Tensor] = list(others)
+    parts, works = _collect(pieces, group)
+    return Pending(works, lambda: _in_order(parts, torch.add))
+
+
+def _collect(pieces: Sequence[Tensor], group: Group) -> tuple[list[Tensor], list[Any]]:
+    """What all ranks have for this one, in rank order, once the works are done."""
+    own = pieces[group.rank]
+    parts: list[Tensor] = list(own.new_empty((group.size - 1, own.numel())))
     works = _swap(pieces, [*parts[: group.rank], None, *parts[group.rank :]], group)
-    parts.insert(group.rank, pieces[group.rank])
-    return Pending(works, lambda: _ordered_sum(parts))
+    parts.insert(group.rank, own)
+    return parts, works
 
 
-def _ordered_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Sum in the order given, so that it is the same on every run and machine."""
+def _in_order(parts: Sequence[Tensor], combine: Callable[..., Tensor]) -> Tensor:
+    """Combine in the order given, so that the result is the same on every run and machine; a new tensor."""
     dtype = parts[0].dtype
     if dtype in (torch.bfloat16, torch.float16):
-        total = parts[0].float()
-        for part in parts[1:]:
-            total.add_(part)
-        return total.to(dtype)
-    total = torch.add(parts[0], parts[1])
+        total = combine(parts[0].float(), parts[1])
+    else:
+        total = combine(parts[0], parts[1])
     for part in parts[2:]:
-        total.add_(part)
-    return total
+        combine(total, part, out=total)
+    return total.to(dtype)
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
-    """Reduce in place over the group; `op` is "sum" or "max"."""
+    """Reduce in place over the group; `op` is "sum" or "max".
+
+    On the CPU in rank order: every rank gets the same bits.
+    """
     if group.size == 1 or x.numel() == 0:
         return Done(x)
-    _note("all_reduce", 2 * x.nbytes * (group.size - 1) // group.size, group)
-    ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-    work = dist.all_reduce(x, ops[op], group=group.handle, async_op=True)
-    return Pending([work], lambda: x)
+    if x.device.type != "cpu":
+        _note("all_reduce", 2 * x.nbytes * (group.size - 1) // group.size, group)
+        ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+        return Pending([dist.all_reduce(x, ops[op], group=group.handle, async_op=True)], lambda: x)
+    combine: Any = {"sum": torch.add, "max": torch.maximum}[op]
+    flat = x.reshape(-1)
+    if flat.nbytes <= SMALL:
+        _note("all_reduce", flat.nbytes * (group.size - 1), group)
+        parts, works = _collect([flat] * group.size, group)
+        return Pending(works, lambda: x.copy_(_in_order(parts, combine).view_as(x)))
+    share = -(-flat.numel() // group.size)
+    pieces = [flat[k * share : (k + 1) * share] for k in range(group.size)]
+    _note("all_reduce", flat.nbytes - pieces[group.rank].nbytes + pieces[group.rank].nbytes * (group.size - 1), group)
+    parts, works = _collect(pieces, group)
+    return _Rejoin(x, flat, pieces, Pending(works, lambda: _in_order(parts, combine)), group)
 
 
-def exchange(
-    sent: Tensor, received: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], group: Group
-) -> Pending:
-    """All-to-all of bytes, any amounts, zeros included; both tensors 1-D uint8."""
-    if group.size == 1:
-        received.copy_(sent)
-        return Done(received)
-    _note("exchange", sent.numel() - send_sizes[group.rank], group)
-    work = dist.all_to_all_single(
-        received, sent, list(receive_sizes), list(send_sizes), group=group.handle, async_op=True
-    )
-    return Pending([work], lambda: received)
+class _Rejoin(Pending):
+    """The second half of a large all-reduce: everybody gets the reduced shares."""
+
+    def __init__(self, x: Tensor, flat: Tensor, pieces: Sequence[Tensor], reduced: Pending, group: Group) -> None:
+        self._result = None
+        self._parts = x, flat, pieces, reduced, group
+
+    def wait(self) -> Tensor:
+        if self._result is None:
+            x, flat, pieces, reduced, group = self._parts
+            pieces[group.rank].copy_(reduced.wait())
+            for work in _swap([pieces[group.rank]] * group.size, pieces, group):
+                work.wait()
+            self._result = x if x.data_ptr() == flat.data_ptr() else x.copy_(flat.view_as(x))
+        return self._result
+
+
+def exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: Group) -> Pending:
+    """All-to-all of any amounts, zeros included: piece k of `sent` goes to rank k, into its place there.
+
+    Args:
+      sent, received: contiguous tensors by rank; this rank's own piece is copied.
+
+    Returns:
+      Pending without a result of its own: the received tensors are filled.
+    """
+    own = group.rank
+    _note("exchange", sum(x.nbytes for k, x in enumerate(sent) if k != own), group)
+    if group.size == 1 or sent[own].device.type == "cpu":
+        works = _swap(sent, received, group) if group.size > 1 else []
+        if sent[own].numel() and sent[own].data_ptr() != received[own].data_ptr():
+            received[own].copy_(sent[own])
+        return Pending(works, lambda: received[own])
+    outputs, inputs = [_bytes(x) for x in received], [_bytes(x) for x in sent]
+    return Pending([dist.all_to_all(outputs, inputs, group=group.handle, async_op=True)], lambda: received[own])
 
 
 def all_gather_object(value: Any, group: Group) -> list[Any]:
@@ -295,6 +277,18 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
     if group.size == 1:
         return [value]
     _note("all_gather_object", 0, group)
-    out: list[Any] = [None] * group.size
-    dist.all_gather_object(out, value, group=group.handle)
-    return out
+    if group.host != "cpu":
+        out: list[Any] = [None] * group.size
+        dist.all_gather_object(out, value, group=group.handle)
+        return out
+    raw = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = torch.empty(group.size, dtype=torch.int64)
+    counts = list(torch.split(sizes, 1))
+    counts[group.rank].fill_(raw.numel())
+    for work in _swap([counts[group.rank]] * group.size, counts, group):
+        work.wait()
+    texts = [torch.empty(n, dtype=torch.uint8) for n in sizes.tolist()]
+    texts[group.rank] = raw
+    for work in _swap([raw] * group.size, texts, group):
+        work.wait()
+    return [pickle.loads(bytes(text.numpy())) for text in texts]

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ragged.collectives import Group
+from ragged.groups import Group, make_group
+from ragged.layout import axis_size
 from ragged.places import flat_rank
 
 __all__ = ["Comm", "make_mesh", "mesh_axes"]
@@ -128,12 +129,13 @@ class Comm:
         axes = tuple(a for a in axes if self.axes.get(a, 1) > 1)
         _ = self.coordinate  # says so if this process is not in the mesh
         if axes not in self._groups:
-            self._groups[axes] = Group.of(self._members(axes), self.mesh.device_type)
+            self._groups[axes] = make_group(self._siblings(axes), self.mesh.device_type)
         return self._groups[axes]
 
-    def _members(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        table, names = self.mesh.mesh, list(self.axes)
-        index = tuple(slice(None) if n in axes else self.coordinate[n] for n in names)
-        left = [n for n in names if n in axes]
-        order = [left.index(a) for a in axes]
-        return tuple(table[index].permute(order).flatten().tolist())
+    def _siblings(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """For every coordinate on the other axes the ranks along these, in coordinate order."""
+        names = list(self.axes)
+        rest = [a for a in names if a not in axes]
+        table = self.mesh.mesh.permute([names.index(a) for a in (*rest, *axes)])
+        size = axis_size(self.axes, axes)
+        return [tuple(row) for row in table.reshape(-1, size).tolist()]

@@ -167,11 +167,10 @@ def _receive(out: Tensor, bucket: Bucket, tensors: Mapping[str, Tensor], comm: C
             rank = flat_rank(comm.axes, position, bucket.ragged)
             piece = torch.zeros(bucket.bounds.size(rank), dtype=bucket.dtype, device=comm.device)
             fill_shard(piece, bucket, tensors, comm.axes, position)
-            shards.append(piece.view(torch.uint8))
-    sent = torch.cat(shards) if shards else out.new_empty(0, dtype=torch.uint8)
-    send_sizes = [s.numel() for s in shards] or [0] * group.size
-    receive_sizes = [out.nbytes if k == source else 0 for k in range(group.size)]
-    exchange(sent, out.view(torch.uint8), send_sizes, receive_sizes, group).wait()
+            shards.append(piece)
+    nothing = out.new_empty(0)
+    received = [out if k == source else nothing for k in range(group.size)]
+    exchange(shards or [nothing] * group.size, received, group).wait()
 
 
 def from_local(runs: Mapping[str, Tensor], plan: Plan, mesh: DeviceMesh | None = None) -> ShardedTree:

@@ -110,10 +110,11 @@ def _send(shard: Tensor, bucket: Bucket, axes: tuple[str, ...], comm: Comm, dst:
     if dst not in group.ranks:
         return None
     here, at = group.ranks.index(dst) == group.rank, group.ranks.index(dst)
-    sizes = [n * shard.itemsize for n in _shard_sizes(bucket, axes, comm)] if here else [0] * group.size
-    out = shard.new_empty(sum(sizes) // shard.itemsize)
-    send = [shard.nbytes if k == at else 0 for k in range(group.size)]
-    exchange(shard.contiguous().view(torch.uint8), out.view(torch.uint8), send, sizes, group).wait()
+    sizes = _shard_sizes(bucket, axes, comm) if here else [0] * group.size
+    out = shard.new_empty(sum(sizes))
+    none = shard.new_empty(0)
+    send = [shard.contiguous() if k == at else none for k in range(group.size)]
+    exchange(send, torch.split(out, sizes), group).wait()
     return out if here else None
 
 

@@ -129,7 +129,8 @@ def test_the_profiler_sees_no_copy_on_the_gather_path(run: Any) -> None:
     for names, copied, shard in run(2, copies_on_the_gather_path):
         assert "aten::add" in names  # the profiler did watch
         # the rank's own shard goes to its place in the buffer; nothing that was gathered moves again
-        assert [shape for shape in copied if shape] == [[shard]]
+        # (two numbers say beforehand that all ranks are at this gather)
+        assert [shape for shape in copied if shape and shape != [2]] == [[shard]]
 
 
 def live_tensors() -> list[tuple[int, int]]:
