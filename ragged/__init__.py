@@ -13,6 +13,7 @@ from ragged.mesh import make_mesh
 from ragged.picture import typeof, visualize
 from ragged.planning import plan
 from ragged.plans import Plan
+from ragged.redistributing import redistribute
 from ragged.resolver import rules
 from ragged.sharding import from_local, shard
 from ragged.spec import ELEMENT, ROW, TENSOR, P
@@ -40,6 +41,7 @@ __all__ = [
     "partition",
     "plan",
     "random",
+    "redistribute",
     "reduce_scatter",
     "rules",
     "shard",

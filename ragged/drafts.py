@@ -53,8 +53,20 @@ class Draft:
         return Item(math.prod(self.local), self.block)
 
 
-def draft(path: str, shape: Shaped, spec: P, axes: Mapping[str, int], frozen: bool, blocks: Blocks | None) -> Draft:
+def draft(
+    path: str,
+    shape: Shaped,
+    spec: P,
+    axes: Mapping[str, int],
+    frozen: bool,
+    blocks: Blocks | None,
+    known: tuple[tuple[int, ...], tuple[Request, ...]] | None = None,
+) -> Draft:
     """Resolve the requests of a leaf's spec and of the optimizer.
+
+    Args:
+      blocks: what the optimizer asks for.
+      known: requests beside the spec's that were resolved before, for this local shape.
 
     Raises:
       ValueError: naming path, shape and spec.
@@ -64,6 +76,8 @@ def draft(path: str, shape: Shaped, spec: P, axes: Mapping[str, int], frozen: bo
     asked = blocks(path, shape.shape, shape.dtype) if blocks is not None else None
     if asked is not None:
         requests.append(Request("optimizer", _block(path, shape.shape, spec, asked[0], local), asked[1]))
+    if known is not None and known[0] == local:
+        requests += known[1]
     ragged = tuple(a for a in spec.ragged if a in axes)
     even = tuple(sorted({a for d in spec.dims for a in d if a in axes}))
     key = (frozen, shape.dtype, ragged, even, path if spec.shares is not None else None)

@@ -7,19 +7,20 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import optree
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ragged.drafts import Draft, HasBlocks, draft, shares_bounds
 from ragged.layout import Bounds, Bucket, LeafInfo, Unit, axis_size
 from ragged.mesh import Comm, mesh_axes
-from ragged.paths import flatten, natural_key, shaped
+from ragged.paths import Shaped, flatten, natural_key, shaped
 from ragged.planner import PRICE, pack
 from ragged.plans import Plan
 from ragged.resolver import Rules, brief, match_prefix, resolve
 from ragged.spec import P
 
-__all__ = ["plan"]
+__all__ = ["plan", "replan"]
 
 
 def plan(
@@ -84,19 +85,52 @@ def plan(
         draft(path, shape, P() if s is None else s, axes, bool(f), blocks)
         for path, shape, s, f in zip(paths, shapes, specs, cold, strict=True)
     ]
-    unit_list: list[Unit] = []
-    count = 0
-    for name, members in _units(drafts, units).items():
-        buckets: list[Bucket] = []
-        for group in _groups(members):
-            for bounds, placed_there in _pack(group, axis_size(axes, group[0].key[2]), align, price):
-                label = name if not buckets else f"{name}#{len(buckets)}"
-                buckets.append(_bucket(count, label, name, bounds, placed_there))
-                count += 1
-        unit_list.append(Unit(name, tuple(buckets)))
-    placed = {leaf.path: leaf for unit in unit_list for leaf in unit.leaves}
     comm = Comm(mesh) if isinstance(mesh, DeviceMesh) else None
-    return Plan(axes, {p: placed[p] for p in paths}, tuple(unit_list), align, structure, comm, price=price)
+    return _assembled(paths, _units(drafts, units), axes, align, price, structure, comm)
+
+
+def replan(plan: Plan, specs: Mapping[str, P | None]) -> Plan:
+    """The same leaves in the same units, with other specs for some of them.
+
+    What the optimizer asked of a leaf stays, unless other even dims leave other blocks of it.
+
+    Raises:
+      ValueError: naming path, shape and spec.
+    """
+    units: dict[str, list[Draft]] = {unit.name: [] for unit in plan.units}
+    for path in sorted(plan.leaves, key=natural_key):
+        leaf = plan.leaves[path]
+        spec = specs.get(path, leaf.spec)
+        asked = tuple(r for r in leaf.requests if r.who != "spec")
+        frozen = plan.buckets[leaf.bucket].frozen
+        shape = Shaped(leaf.shape, leaf.dtype)
+        new = draft(path, shape, P() if spec is None else spec, plan.axes, frozen, None, (leaf.local_shape, asked))
+        units[leaf.unit].append(new)
+    return _assembled(list(plan.leaves), units, plan.axes, plan.align, plan.price, plan.structure, plan.comm)
+
+
+def _assembled(
+    paths: Sequence[str],
+    members: Mapping[str, Sequence[Draft]],
+    axes: Mapping[str, int],
+    align: int,
+    price: int,
+    structure: optree.PyTreeSpec,
+    comm: Comm | None,
+) -> Plan:
+    """Give every leaf its place, unit by unit."""
+    units: list[Unit] = []
+    count = 0
+    for name, drafts in members.items():
+        buckets: list[Bucket] = []
+        for group in _groups(drafts):
+            for bounds, leaves in _pack(group, axis_size(axes, group[0].key[2]), align, price):
+                label = name if not buckets else f"{name}#{len(buckets)}"
+                buckets.append(_bucket(count, label, name, bounds, leaves))
+                count += 1
+        units.append(Unit(name, tuple(buckets)))
+    placed = {leaf.path: leaf for unit in units for leaf in unit.leaves}
+    return Plan(axes, {p: placed[p] for p in paths}, tuple(units), align, structure, comm, price=price)
 
 
 def _is_spec(x: Any) -> bool:
