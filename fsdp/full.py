@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import optree
@@ -26,7 +26,7 @@ class Full:
     does not count as an in-place change of them.
 
     Attributes:
-      key: the bucket's name in the step's schedule, equal on all ranks.
+      key: the bucket's name in the step's schedule, equal on all ranks; `unit`: that of its unit.
       shard: this rank's shard, as it came in with the tree (it may require grad).
       trainable: gradients are reduced for it.
       uses: calls of gathered functions that hold it right now.
@@ -34,8 +34,15 @@ class Full:
       reduced: its gradient is on the way, nothing will read the full parameters again.
     """
 
-    def __init__(self, key: str, shard: Tensor, bucket: Bucket, comm: Comm, trainable: bool) -> None:
-        self.key, self.shard, self.bucket, self.comm, self.trainable = key, shard, bucket, comm, trainable
+    def __init__(self, key: str, unit: str, shard: Tensor, bucket: Bucket, comm: Comm, trainable: bool) -> None:
+        self.key, self.unit, self.shard, self.bucket, self.comm, self.trainable = (
+            key,
+            unit,
+            shard,
+            bucket,
+            comm,
+            trainable,
+        )
         self.uses = 0
         self.keep = False
         self.reduced = False
@@ -87,7 +94,7 @@ class Full:
     def owns(self, x: Tensor) -> bool:
         """Whether a tensor lies on the full storage."""
         mine = self.buffer.untyped_storage().data_ptr()
-        return mine != 0 and x.untyped_storage().data_ptr() == mine
+        return mine != 0 and any(y.untyped_storage().data_ptr() == mine for y in _inner(x))
 
     def views(self, reduce: Callable[[Full, tuple[Tensor | None, ...]], Tensor | None]) -> dict[str, Tensor]:
         """Full leaves by path; under grad mode the outputs of the step's one Gather node."""
@@ -142,6 +149,16 @@ def check_outputs(out: Any, fulls: Sequence[Full]) -> None:
                 f"a gathered function returned a {type(x).__name__}, in which tensors for backward could hide; "
                 "return tensors in tuples, lists and dicts, or register the class with optree"
             )
+
+
+def _inner(x: Any) -> Iterator[Tensor]:
+    """The tensors that hold a tensor's values: for DTensors and the like those inside, else itself."""
+    if hasattr(x, "__tensor_flatten__"):
+        for part in (getattr(x, name) for name in x.__tensor_flatten__()[0]):
+            if isinstance(part, Tensor):
+                yield from _inner(part)
+    else:
+        yield x
 
 
 class _Gather(torch.autograd.Function):

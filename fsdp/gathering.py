@@ -10,6 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fsdp.dtensors import of_dtensors
 from fsdp.step import Step
 from ragged.tree import sharded_trees
 
@@ -20,12 +21,14 @@ Args = ParamSpec("Args")
 
 
 @overload
-def gathered(fn: Callable[Args, T], *, reshard_after_forward: bool = True) -> Callable[Args, T]: ...
+def gathered(
+    fn: Callable[Args, T], *, reshard_after_forward: bool = True, as_dtensor: bool = False
+) -> Callable[Args, T]: ...
 @overload
 def gathered(
-    fn: None = None, *, reshard_after_forward: bool = True
+    fn: None = None, *, reshard_after_forward: bool = True, as_dtensor: bool = False
 ) -> Callable[[Callable[Args, T]], Callable[Args, T]]: ...
-def gathered(fn: Any = None, *, reshard_after_forward: bool = True) -> Any:
+def gathered(fn: Any = None, *, reshard_after_forward: bool = True, as_dtensor: bool = False) -> Any:
     """Let `fn(params, *args)` take sharded trees: gathered before it, freed after it.
 
     Sharded trees anywhere in the first argument must be whole units. `fn` gets their full
@@ -36,11 +39,16 @@ def gathered(fn: Any = None, *, reshard_after_forward: bool = True) -> Any:
     Args:
       reshard_after_forward: False keeps the full parameters until backward: more memory, one
         gather less.
+      as_dtensor: hand `fn` the parameters as `DTensor`s on the same memory, over the axes that cut some leaf of
+        the plan evenly (`mesh["tp"]`): `Shard(dim)` where they cut a leaf, `Replicate` where not. Then torch's
+        operators and `parallelize_module` plans do the communication of tensor parallelism, and gradients come
+        back reduced over these axes (`sum_axes` doesn't name them). Such an axis that is ragged for other
+        leaves is a data axis by default: give `data_axes` without it. With no such axis they stay plain tensors.
 
     Raises:
       ValueError: a tree that covers a part of a unit (naming the missing leaf, and the units= to
         plan with); an output that is a view of a parameter; a result that requires grad outside
-        `value_and_grad`.
+        `value_and_grad`; with `as_dtensor` what `to_dtensor` refuses too.
 
     Example:
       >>> import torch
@@ -52,10 +60,25 @@ def gathered(fn: Any = None, *, reshard_after_forward: bool = True) -> Any:
       >>> linear(params, torch.ones(1, 2)).tolist()
       [[2.0, 2.0]]
 
+      Tensor parallelism by torch's own operators:
+
+      >>> from torch.distributed.tensor import DTensor, Replicate
+      >>> mesh = make_mesh((1, -1), ("fsdp", "tp"), device_type="cpu")
+      >>> params = shard({"w": torch.eye(2)}, mesh, P(None, "tp", ragged="fsdp"))
+      >>> @gathered(as_dtensor=True)
+      ... def columns(p, x):
+      ...     x = DTensor.from_local(x, p["w"].device_mesh, [Replicate()])
+      ...     return (x @ p["w"]).full_tensor()
+      >>> columns(params, torch.ones(1, 2)).tolist()
+      [[1.0, 1.0]]
+
     Source: arXiv 2602.22437, section 3; FSDP2's schedule of gathers.
     """
     if fn is None:
-        return functools.partial(gathered, reshard_after_forward=reshard_after_forward)
+        return functools.partial(gathered, reshard_after_forward=reshard_after_forward, as_dtensor=as_dtensor)
+
+    def of(first: Any) -> Callable[..., Any]:
+        return of_dtensors(fn, first) if as_dtensor else fn
 
     @functools.wraps(fn)
     def call(first: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,11 +92,11 @@ def gathered(fn: Any = None, *, reshard_after_forward: bool = True) -> Any:
                     "a gathered function got a sharded tree that did not come in through the arguments of "
                     "value_and_grad beside one that did; pass it as an argument too"
                 )
-            return scopes[0].call(fn, first, args, kwargs, not reshard_after_forward)
+            return scopes[0].call(of(first), first, args, kwargs, not reshard_after_forward)
         _refuse_grad((first, args, kwargs))
         step = Step(trees[0].plan.bound())
         try:
-            out = step.call(fn, first, args, kwargs, False)
+            out = step.call(of(first), first, args, kwargs, False)
         finally:
             step.settle()
             step.close()

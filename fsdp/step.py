@@ -85,10 +85,11 @@ class Step:
         for piece, tensor in zip(tree.selection.pieces, tree.tensors, strict=True):
             if piece.whole:
                 learns = trainable and tensor.requires_grad
-                self._add(f"{name}{piece.bucket.name}", tensor, piece.bucket, tree.plan.bound(), learns)
+                self._add(name, tensor, piece.bucket, tree.plan.bound(), learns)
 
-    def _add(self, key: str, tensor: Tensor, bucket: Bucket, comm: Comm, trainable: bool) -> Full:
-        full = Full(key, tensor, bucket, comm, trainable)
+    def _add(self, name: str, tensor: Tensor, bucket: Bucket, comm: Comm, trainable: bool) -> Full:
+        key = f"{name}{bucket.name}"
+        full = Full(key, f"{name}{bucket.unit}", tensor, bucket, comm, trainable)
         self._by_tensor[id(tensor)] = self._by_key[key] = full
         return full
 
@@ -99,9 +100,9 @@ class Step:
         for piece, tensor in zip(tree.selection.pieces, tree.tensors, strict=True):
             full = self._by_tensor.get(id(tensor))
             if full is None:
-                key = f"derived {len(self._by_key)}: {piece.bucket.name}"
+                name = f"derived {len(self._by_key)}: "
                 self.derived = True
-                full = self._add(key, tensor, piece.bucket, tree.plan.bound(), tensor.requires_grad)
+                full = self._add(name, tensor, piece.bucket, tree.plan.bound(), tensor.requires_grad)
             out.append(full)
         return out
 
@@ -160,38 +161,37 @@ class Step:
             idle = other.filled and not other.uses and not other.keep and other not in fulls
             if idle and self.last_call.get(other.key, -1) < index:
                 other.empty()
-        self._ensure(fulls)
+        self._ensure(fulls, self._next(index))
         known = {full.key for _, full in self._order}
         self._order += [(self._clock, full) for full in fulls if full.trainable and full.key not in known]
-        self._prefetch(index)
 
-    def _ensure(self, fulls: Sequence[Full]) -> None:
-        for full in fulls:
-            self._start(full)
+    def _ensure(self, fulls: Sequence[Full], ahead: Sequence[Full] = ()) -> None:
+        """Have buckets filled, and more on their way: all are launched before any is waited for."""
+        self._start([*fulls, *ahead])
         for full in fulls:
             full.wait()
 
-    def _start(self, full: Full) -> None:
-        if full.filled or full.pending is not None:
-            return
-        if full.reduced:
-            raise ValueError(f"unit {full.key!r} is used again in backward after its gradient was complete")
-        if self.recorder is not None:
-            self.recorder.issue(Event("gather", full.key, full.bucket, full.local.dtype))
-        else:
-            compare("gather", full.bucket, full.local.dtype, self.comm.group(full.bucket.ragged))
-        full.fill()
+    def _start(self, fulls: Sequence[Full]) -> None:
+        new = [full for full in dict.fromkeys(fulls) if not full.filled and full.pending is None]
+        for full in new:
+            if full.reduced:
+                raise ValueError(f"unit {full.key!r} is used again in backward after its gradient was complete")
+        if self.recorder is None:  # without a schedule ranks compare what they are about to gather
+            for ragged in dict.fromkeys(full.bucket.ragged for full in new):
+                buckets = [(full.bucket, full.local.dtype) for full in new if full.bucket.ragged == ragged]
+                compare("gather", buckets, self.comm.group(ragged))
+        for full in new:
+            if self.recorder is not None:
+                self.recorder.issue(Event("gather", full.key, full.bucket, full.local.dtype))
+            full.fill()
 
-    def _prefetch(self, index: int) -> None:
+    def _next(self, index: int) -> list[Full]:
+        """The buckets of the calls that follow."""
         if self.schedule is not None:
-            for call in self.schedule.calls[index + 1 : index + 1 + self.depth]:
-                for key in call:
-                    if key in self._by_key:  # a derived tree doesn't exist yet
-                        self._start(self._by_key[key])
-        else:
-            for tree in self.hints[: self.depth]:
-                for full in self._fulls(tree):
-                    self._start(full)
+            calls = self.schedule.calls[index + 1 : index + 1 + self.depth]
+            # a derived tree doesn't exist yet
+            return [self._by_key[key] for call in calls for key in call if key in self._by_key]
+        return [full for tree in self.hints[: self.depth] for full in self._fulls(tree)]
 
     def _substitute(self, first: Any) -> Any:
         def full_tree(tree: Any) -> Any:
@@ -215,7 +215,12 @@ class Step:
         if self.backward:
             self._come_down(end)
         else:  # a gradient inside the loss, such as a penalty on it
-            self._ensure(self._fulls_of(end))
+            fulls = self._fulls_of(end)
+            self._ensure(fulls)
+            if torch.is_grad_enabled():
+                # It will be differentiated itself, by nodes that read the parameters and belong to no call.
+                for full in fulls:
+                    full.keep = True
 
     def _come_down(self, end: int) -> None:
         """Backward reaches a call: visit those above it that this rank's loss didn't reach, then it."""
@@ -225,9 +230,8 @@ class Step:
             if self._ends[self._visited].needed:
                 self._ensure([f for f in self._fulls_of(self._visited) if not f.reduced])
                 before = next((i for i in range(self._visited - 1, -1, -1) if self._ends[i].needed), None)
-                for full in [] if before is None else self._fulls_of(before):
-                    if not full.reduced:
-                        self._start(full)
+                if before is not None:
+                    self._start([full for full in self._fulls_of(before) if not full.reduced])
 
     def _fulls_of(self, end: int) -> list[Full]:
         return [self._by_key[key] for key in self._ends[end].keys]
@@ -301,7 +305,7 @@ class Step:
         return full.contributions(None)
 
     def _issue_reduce(self, full: Full) -> None:
-        if self._flying and self._flying[0][0].bucket.unit != full.bucket.unit:
+        if self._flying and self._flying[0][0].unit != full.unit:
             self._land()
         if self.recorder is not None:
             self.recorder.issue(Event("reduce", full.key, full.bucket, full.local.dtype))
@@ -330,17 +334,30 @@ class Step:
     # The end
 
     def settle(self) -> None:
-        """Let everything in flight arrive, whatever state the step is in."""
-        for full in self._by_key.values():
-            full.wait()
-        for _, pending in self._flying:
-            pending.wait()
+        """Let everything in flight arrive, whatever state the step is in.
+
+        Raises:
+          Exception: the first of those that the waits raised, after all of them.
+        """
+        failed: Exception | None = None
+        for wait in [full.wait for full in self._by_key.values()] + [pending.wait for _, pending in self._flying]:
+            try:
+                wait()
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def close(self) -> None:
-        """Free everything; trees that carry this scope are dead from now on."""
+        """Free everything; trees that carry this scope are dead from now on.
+
+        After an interruption messages may still be on their way: their memory stays.
+        """
         self.closed = True
+        sending = [full for full, pending in self._flying if not pending.done]
         for full in self._by_key.values():
-            full.empty()
+            if full.pending is None and full not in sending:
+                full.empty()
             full.clear()
         self._by_key.clear()
         self._by_tensor.clear()

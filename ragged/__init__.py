@@ -6,6 +6,7 @@ A pytree of tensors, a mesh with named axes and a spec per leaf give a plan; a p
 
 from ragged import collectives, random
 from ragged.buffer import DBuffer
+from ragged.dtensor import from_dtensor, to_dtensor
 from ragged.initialize import init
 from ragged.layout import Bucket, LeafInfo, Unit
 from ragged.mapping import map_leaves, tree_map
@@ -34,6 +35,7 @@ __all__ = [
     "Unit",
     "collectives",
     "combine",
+    "from_dtensor",
     "from_local",
     "init",
     "make_mesh",
@@ -45,6 +47,7 @@ __all__ = [
     "reduce_scatter",
     "rules",
     "shard",
+    "to_dtensor",
     "tree_map",
     "typeof",
     "unshard",

@@ -28,6 +28,7 @@ def same(
         ends = all_reduce(torch.tensor([digest, -digest], dtype=torch.float64, device=group.host), group, "max").wait()
         if ends[0].item() != -ends[1].item():
             agree(what, {"what this rank does": what, **facts()}, group, error)
+            raise ValueError(f"{what} differs between ranks")  # in something that the facts don't show
     if error is not None:
         raise error
 

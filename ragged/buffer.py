@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,16 +51,15 @@ class DBuffer:
         Raises:
           ValueError: `out` has another size or dtype; on all ranks: another rank is at another bucket.
         """
+        error = None
         if out is None:
-            if self.bucket.ranks == 1:
-                return self.tensor
-            out = self.tensor.new_empty(self.bucket.length)
-        if out.shape != (self.bucket.length,) or out.dtype != self.tensor.dtype:
-            raise ValueError(
+            out = self.tensor if self.bucket.ranks == 1 else self.tensor.new_empty(self.bucket.length)
+        elif out.shape != (self.bucket.length,) or out.dtype != self.tensor.dtype:
+            error = ValueError(
                 f"gather of bucket {self.bucket.name!r} needs out of shape ({self.bucket.length},) and dtype "
                 f"{self.tensor.dtype}, got {tuple(out.shape)} and {out.dtype}"
             )
-        compare("gather", self.bucket, self.tensor.dtype, self.comm.group(self.bucket.ragged))
+        compare("gather", [(self.bucket, self.tensor.dtype)], self.comm.group(self.bucket.ragged), error)
         return gather_into(out, self.tensor, self.bucket, self.comm).wait()
 
     def reduce(self, full: Tensor, op: str = "mean") -> Tensor:
@@ -70,15 +70,16 @@ class DBuffer:
         Raises:
           ValueError: another size, or an unknown `op`; on all ranks: another rank is at another bucket.
         """
+        axes, error = self.comm.axes, None
+        data = tuple(a for a in axes if a not in self.bucket.even)
         if full.shape != (self.bucket.length,):
-            raise ValueError(
+            error = ValueError(
                 f"reduce of bucket {self.bucket.name!r} needs shape ({self.bucket.length},), got {tuple(full.shape)}"
             )
-        axes = self.comm.axes
-        data = tuple(a for a in axes if a not in self.bucket.even)
-        how = reduction(self.bucket, axes, data, op=op)
-        compare(f"reduce by {op}", self.bucket, full.dtype, self.comm.group(data))
-        return reduce_buffer(full, self.bucket, self.comm, how).wait()
+        elif op not in ("mean", "sum"):
+            error = ValueError(f'op={op!r}: expected "mean" or "sum"')
+        compare(f"reduce by {op}", [(self.bucket, full.dtype)], self.comm.group(data), error)
+        return reduce_buffer(full, self.bucket, self.comm, reduction(self.bucket, axes, data, op=op)).wait()
 
     def leaf(self, path: str) -> Tensor:
         """This rank's run of a leaf, a 1-D view; possibly empty.
@@ -98,11 +99,20 @@ class DBuffer:
         return full_views(full, self.bucket)
 
 
-def compare(kind: str, bucket: Bucket, dtype: torch.dtype, group: Group) -> None:
-    """Raise on all ranks of the group unless they are about to do the same with the same bucket."""
-    name = str(dtype).removeprefix("torch.")
-    facts = {"bucket": f"{bucket.name} of {bucket.length} elements, {name}"}
-    same(f"{kind} of a bucket", repr((facts, bucket.bounds)), lambda: facts, group)
+def compare(
+    kind: str, buckets: Sequence[tuple[Bucket, torch.dtype]], group: Group, error: Exception | None = None
+) -> None:
+    """Raise on all ranks of the group unless they are about to do the same with the same buckets."""
+
+    def facts() -> dict[str, str]:
+        out = {}
+        for i, (b, dtype) in enumerate(buckets):
+            leaves = ", ".join(f"{f.path} of shape {f.local_shape} at {f.offset}" for f in b.leaves)
+            name = str(dtype).removeprefix("torch.")
+            out[f"bucket {i}"] = f"{b.name} of {b.length} elements, {name}, cut into {b.bounds}, with {leaves}"
+        return out
+
+    same(f"{kind} of a bucket", repr([(b.digest, dtype) for b, dtype in buckets]), facts, group, error)
 
 
 def gather_into(out: Tensor, shard: Tensor, bucket: Bucket, comm: Comm) -> Pending:

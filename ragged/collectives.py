@@ -80,6 +80,11 @@ class Pending:
         self._works, self._finish = works, finish
         self._result: Tensor | None = None
 
+    @property
+    def done(self) -> bool:
+        """Whether it has been waited for."""
+        return self._result is not None
+
     def wait(self) -> Tensor:
         if self._result is None:
             for work in self._works:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from ragged.paths import Shaped
 from ragged.planner import Item
 from ragged.spec import P, block_elements
 
-__all__ = ["Draft", "HasBlocks", "draft", "local_shape", "shares_bounds"]
+__all__ = ["Draft", "HasBlocks", "draft", "local_shape", "met", "shares_bounds"]
 
 Blocks = Callable[[str, tuple[int, ...], torch.dtype], tuple[Any, int] | None]
 
@@ -75,16 +75,39 @@ def draft(
     requests = [Request("spec", _block(path, shape.shape, spec, spec.block, local) if spec.ragged else 1)]
     asked = blocks(path, shape.shape, shape.dtype) if blocks is not None else None
     if asked is not None:
-        requests.append(Request("optimizer", _block(path, shape.shape, spec, asked[0], local), asked[1]))
+        requests.append(_request(path, shape.shape, spec, asked, local))
     if known is not None and known[0] == local:
         requests += known[1]
     ragged = tuple(a for a in spec.ragged if a in axes)
     even = tuple(sorted({a for d in spec.dims for a in d if a in axes}))
     key = (frozen, shape.dtype, ragged, even, path if spec.shares is not None else None)
-    # A boundary that is a multiple of both blocks cuts neither.
-    block = min(math.lcm(*(r.block for r in requests)), max(math.prod(local), 1))
-    align = math.lcm(*(r.align for r in requests))
+    block, align = met(requests, math.prod(local))
     return Draft(path, shape.shape, local, shape.dtype, spec, block, align, key, tuple(requests))
+
+
+def met(requests: Sequence[Request], size: int) -> tuple[int, int]:
+    """(block, start alignment) of a leaf of `size` elements with every request met.
+
+    A boundary that is a multiple of two blocks cuts neither.
+
+    >>> met([Request("spec", 6), Request("optimizer", 4, 16)], 100)
+    (12, 16)
+    """
+    return min(math.lcm(*(r.block for r in requests)), max(size, 1)), math.lcm(*(r.align for r in requests))
+
+
+def _request(path: str, shape: tuple[int, ...], spec: P, asked: Any, local: tuple[int, ...]) -> Request:
+    good = isinstance(asked, tuple) and len(asked) == 2 and type(asked[1]) is int and asked[1] >= 1
+    try:
+        if good:
+            P(ragged="any", block=asked[0])  # checks the block
+            return Request("optimizer", _block(path, shape, spec, asked[0], local), asked[1])
+    except ValueError:
+        good = False
+    raise ValueError(
+        f"leaf {path!r} of shape {shape}: the optimizer's blocks returned {asked!r}, expected None or "
+        "(block, start alignment in elements)"
+    )
 
 
 def _block(path: str, shape: tuple[int, ...], spec: P, block: Any, local: tuple[int, ...]) -> int:

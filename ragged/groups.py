@@ -52,14 +52,24 @@ def make_group(siblings: Sequence[tuple[int, ...]], device_type: str) -> Group:
     Raises:
       ValueError: the order can't be expressed in this version of torch.
     """
-    mine = dist.get_rank()
+    mine, world = dist.get_rank(), dist.group.WORLD
     ranks = next(group for group in siblings if mine in group)
+    known = _groups.get((ranks, device_type))
+    if known is not None and known[0] is world:
+        return known[1]
+    at, tags = ranks.index(mine), _tags(ranks)
     if device_type == "cpu" or len(ranks) == 1:
-        return Group(ranks, ranks.index(mine), tags=_tags(ranks))
-    handle = _device_group(siblings, ranks)
-    # Where gloo runs beside NCCL the host asks it, and doesn't wait for the device.
-    host = "cpu" if "gloo" in dist.get_backend_config(dist.group.WORLD) else device_type
-    return Group(ranks, ranks.index(mine), handle, host, _tags(ranks))
+        group = Group(ranks, at, tags=tags)
+    else:
+        # Where gloo runs beside NCCL the host asks it, and doesn't wait for the device.
+        host = "cpu" if "gloo" in dist.get_backend_config(world) else device_type
+        group = Group(ranks, at, _device_group(siblings, ranks), host, tags)
+    _groups[ranks, device_type] = world, group
+    return group
+
+
+# Groups live as long as torch's world group does, and so does the count of the messages between their ranks.
+_groups: dict[tuple[tuple[int, ...], str], tuple[Any, Group]] = {}
 
 
 def _tags(ranks: tuple[int, ...]) -> Iterator[int]:
@@ -72,12 +82,10 @@ def _tags(ranks: tuple[int, ...]) -> Iterator[int]:
 def _device_group(siblings: Sequence[tuple[int, ...]], ranks: tuple[int, ...]) -> Any:
     if ranks == tuple(range(dist.get_world_size())):
         return dist.group.WORLD
-    known, world = _handles.get(ranks), dist.group.WORLD
-    if known is not None and known[0] is world:
-        return known[1]
     # If the siblings are everybody, all processes make all groups, in one order: that works whatever groups a
     # process has made before. Members of a part of the processes can only make their own by themselves.
     everybody = sum(map(len, siblings)) == dist.get_world_size()
+    found = None
     for group in siblings if everybody else [ranks]:
         order: dict[str, Any] = {} if list(group) == sorted(group) else {"sort_ranks": False}
         try:
@@ -87,10 +95,5 @@ def _device_group(siblings: Sequence[tuple[int, ...]], ranks: tuple[int, ...]) -
                 f"torch {torch.__version__} can't make a process group in the order {group}; "
                 "use a mesh whose ranks ascend, or torch >= 2.13"
             ) from None
-        if group == ranks:
-            _handles[ranks] = world, handle
-    return _handles[ranks][1]
-
-
-# Torch's groups live as long as the world group does; so does this memo of them.
-_handles: dict[tuple[int, ...], tuple[Any, Any]] = {}
+        found = handle if group == ranks else found
+    return found

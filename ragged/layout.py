@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -139,6 +141,18 @@ class Bucket:
     def elements(self) -> int:
         return sum(leaf.size for leaf in self.leaves)
 
+    @property
+    def trains(self) -> bool:
+        """Whether its leaves have gradients and optimizer state."""
+        return not self.frozen and (self.dtype.is_floating_point or self.dtype.is_complex)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the whole layout: equal on all ranks for messages that match."""
+        leaves = [(f.path, f.shape, f.local_shape, f.offset) for f in self.leaves]
+        facts = (self.name, str(self.dtype), self.ragged, self.even, self.bounds, leaves)
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """Intervals of the global buffer that hold padding, which is always zero."""
@@ -177,6 +191,17 @@ class Unit:
     @property
     def leaves(self) -> tuple[LeafInfo, ...]:
         return tuple(leaf for b in self.buckets for leaf in b.leaves)
+
+    @cached_property
+    def kind(self) -> object:
+        """Equal for units that differ in numbers of their names only, such as the layers of a model."""
+        buckets = []
+        for b in self.buckets:
+            leaves = [
+                (f.path.removeprefix(b.unit), f.shape, f.local_shape, f.block, f.requests, f.offset) for f in b.leaves
+            ]
+            buckets.append((b.dtype, b.ragged, b.even, b.bounds, b.frozen, tuple(leaves)))
+        return re.sub(r"\d+", "*", self.name), tuple(buckets)
 
 
 def axis_size(axes: Mapping[str, int], names: tuple[str, ...]) -> int:

@@ -16,7 +16,7 @@ from ragged.groups import Group, make_group
 from ragged.layout import axis_size
 from ragged.places import flat_rank
 
-__all__ = ["Comm", "make_mesh", "mesh_axes"]
+__all__ = ["Comm", "Nowhere", "make_mesh", "mesh_axes"]
 
 _HashStore: Any = dist.HashStore  # type: ignore[attr-defined]  # missing from torch's stubs
 
@@ -73,9 +73,11 @@ def mesh_axes(mesh: DeviceMesh | Mapping[str, int]) -> dict[str, int]:
       ValueError: a mesh without names, with a repeated rank, or sizes below 1.
     """
     if not isinstance(mesh, DeviceMesh):
+        if not isinstance(mesh, Mapping):
+            raise ValueError(f'mesh={mesh!r}: expected a DeviceMesh (ragged.make_mesh) or sizes, e.g. {{"fsdp": 8}}')
         axes = dict(mesh)
-        if any(not isinstance(n, int) or n < 1 for n in axes.values()):
-            raise ValueError(f"mesh axes {axes}: sizes must be positive integers")
+        if any(type(n) is not int or n < 1 or not isinstance(a, str) for a, n in axes.items()):
+            raise ValueError(f"mesh axes {axes}: names must be strings, sizes positive integers")
         return axes
     if mesh.mesh_dim_names is None:
         raise ValueError(f"{mesh} has no axis names; make it with ragged.make_mesh or mesh_dim_names=")
@@ -139,3 +141,18 @@ class Comm:
         table = self.mesh.mesh.permute([names.index(a) for a in (*rest, *axes)])
         size = axis_size(self.axes, axes)
         return [tuple(row) for row in table.reshape(-1, size).tolist()]
+
+
+class Nowhere(Comm):
+    """The first rank of a mesh that doesn't exist: for shapes without processes. It has no groups."""
+
+    def __init__(self, axes: Mapping[str, int]) -> None:
+        self.axes = dict(axes)
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        return dict.fromkeys(self.axes, 0)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("meta")

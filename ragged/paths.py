@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import re
@@ -82,10 +83,12 @@ _DIGITS = re.compile(r"(\d+)")
 
 def natural_key(path: str) -> tuple[tuple[tuple[int, int, str], ...], ...]:
     """Sort key under which `layers.2` comes before `layers.10`; distinct for distinct paths, as `01` and `1`."""
-    return tuple(
-        tuple((0, int(s), s) if s.isdecimal() else (1, 0, s) for s in _DIGITS.split(part) if s)
-        for part in path.split(".")
-    )
+    return tuple(map(_component_key, path.split(".")))
+
+
+@functools.lru_cache(maxsize=4096)  # a model has many leaves, but few names
+def _component_key(part: str) -> tuple[tuple[int, int, str], ...]:
+    return tuple((0, int(s), s) if s.isdecimal() else (1, 0, s) for s in _DIGITS.split(part) if s)
 
 
 def first_difference(a: Iterable[str], b: Iterable[str]) -> str | None:

@@ -100,7 +100,9 @@ def visualize(x: ShardedTree | Plan, format: str = "text", *, color: bool | None
         raise ValueError(f'format={format!r}: expected "text" or "svg"')
     if isinstance(x, ShardedTree):
         buckets = list({piece.bucket.index: piece.bucket for piece in x.selection.pieces}.values())
-    else:
+    elif isinstance(x, Plan):
         buckets = list(x.buckets)
+    else:
+        raise ValueError(f"visualize takes a ShardedTree or a Plan, got {type(x).__name__}")
     parts = panels(buckets)
     return draw_text(parts, color) if format == "text" else draw_svg(parts)

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ragged.layout import Bucket, LeafInfo
+from ragged.layout import Bucket, LeafInfo, Unit
 
 __all__ = ["OTHERS", "Family", "Panel", "Piece", "columns", "families", "ink", "panels", "pieces", "starred"]
 
@@ -54,7 +54,7 @@ def panels(buckets: Sequence[Bucket]) -> tuple[Panel, ...]:
         units.setdefault(b.unit, []).append(b)
     kinds: dict[object, list[tuple[str, list[Bucket]]]] = {}
     for name, own in units.items():
-        kinds.setdefault((_digits(name), *map(_kind, own)), []).append((name, own))
+        kinds.setdefault(Unit(name, tuple(own)).kind, []).append((name, own))
     return tuple(_panel(same) for same in kinds.values())
 
 
@@ -64,11 +64,6 @@ def _panel(same: Sequence[tuple[str, list[Bucket]]]) -> Panel:
         a.name if len(same) == 1 else f"{a.name} .. {b.name} ({len(same)}x)" for a, b in zip(first, last, strict=True)
     )
     return Panel(tuple(name for name, _ in same), tuple(first), tuple(titles))
-
-
-def _kind(b: Bucket) -> object:
-    leaves = tuple((f.path.removeprefix(b.unit), f.offset, f.shape, f.local_shape, f.block) for f in b.leaves)
-    return b.dtype, b.ragged, b.even, b.bounds, b.frozen, leaves
 
 
 def columns(ranks: int, most: int) -> list[tuple[int, int]]:

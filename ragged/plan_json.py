@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -14,7 +15,7 @@ from ragged.spec import ELEMENT, ROW, TENSOR, Block, Granularity, P
 
 __all__ = ["from_json", "to_json"]
 
-_VERSION = 1
+_VERSION = 2
 _NAMED = {g.name: g for g in (ELEMENT, ROW, TENSOR)}
 
 
@@ -30,54 +31,70 @@ def _spec_in(d: dict[str, Any]) -> P:
 
 
 def to_json(plan: Plan) -> str:
-    """The whole layout; equal plans give equal texts."""
-    return json.dumps(
-        {
-            "version": _VERSION,
-            "axes": list(plan.axes.items()),
-            "align": plan.align,
-            "price": plan.price,
-            "units": [
-                {
-                    "name": unit.name,
-                    "buckets": [
-                        {
-                            "name": b.name,
-                            "dtype": str(b.dtype).removeprefix("torch."),
-                            "ragged": b.ragged,
-                            "even": b.even,
-                            "ranks": b.bounds.ranks,
-                            "shard": b.bounds.shard,
-                            "bounds": b.bounds.explicit,
-                            "frozen": b.frozen,
-                            "leaves": [
-                                {
-                                    "path": f.path,
-                                    "shape": f.shape,
-                                    "local_shape": f.local_shape,
-                                    "spec": _spec_out(f.spec),
-                                    "block": f.block,
-                                    "offset": f.offset,
-                                    "requests": f.requests,
-                                }
-                                for f in b.leaves
-                            ],
-                        }
-                        for b in unit.buckets
-                    ],
-                }
-                for unit in plan.units
-            ],
-        },
-        indent=1,
-    )
+    """The whole layout; plans of equal layout, dtypes and price give equal texts."""
+    layout = _layout(plan)
+    return json.dumps({"version": _VERSION, "digest": _digest(layout), **layout}, indent=1)
+
+
+def _digest(layout: Any) -> str:
+    return hashlib.sha256(json.dumps(layout, sort_keys=True).encode()).hexdigest()
+
+
+def _layout(plan: Plan) -> dict[str, Any]:
+    return {
+        "axes": list(plan.axes.items()),
+        "align": plan.align,
+        "price": plan.price,
+        "units": [
+            {
+                "name": unit.name,
+                "buckets": [
+                    {
+                        "name": b.name,
+                        "dtype": str(b.dtype).removeprefix("torch."),
+                        "ragged": b.ragged,
+                        "even": b.even,
+                        "ranks": b.bounds.ranks,
+                        "shard": b.bounds.shard,
+                        "bounds": b.bounds.explicit,
+                        "frozen": b.frozen,
+                        "leaves": [
+                            {
+                                "path": f.path,
+                                "shape": f.shape,
+                                "local_shape": f.local_shape,
+                                "spec": _spec_out(f.spec),
+                                "block": f.block,
+                                "offset": f.offset,
+                                "requests": f.requests,
+                            }
+                            for f in b.leaves
+                        ],
+                    }
+                    for b in unit.buckets
+                ],
+            }
+            for unit in plan.units
+        ],
+    }
 
 
 def from_json(text: str, like: Any) -> Plan:
-    """The plan, with the structure of `like` and unbound."""
-    data = json.loads(text)
-    if data.get("version") != _VERSION:
-        raise ValueError(f"plan format version {data.get('version')!r}, this library reads {_VERSION}")
+    """The plan, with the structure of `like` and unbound.
+
+    The digest stands for the whole layout: a text that was cut short or changed is refused before it is read.
+    """
+    try:
+        parsed = json.loads(text)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"no plan, but text that is not JSON: {error}") from None
+    if not isinstance(parsed, dict) or not {"version", "digest", "units"} <= parsed.keys():
+        raise ValueError("no plan: expected the JSON text of Plan.to_json, with a version, a digest and units")
+    if parsed["version"] != _VERSION:
+        raise ValueError(f"plan format version {parsed['version']!r}, this library reads {_VERSION}")
+    data = {key: value for key, value in parsed.items() if key not in ("version", "digest")}
+    if _digest(data) != parsed["digest"]:
+        raise ValueError("the text of this plan was changed after it was written; make the plan anew, or use a copy")
     paths, leaves, structure = flatten(like)
     given = {p: shaped(p, x) for p, x in zip(paths, leaves, strict=True)}
     units: list[Unit] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +16,9 @@ from ragged.mesh import Comm, mesh_axes
 from ragged.paths import Shaped, flatten, natural_key, shaped
 from ragged.planner import PRICE, pack
 from ragged.plans import Plan
-from ragged.resolver import Rules, brief, match_prefix, resolve
+from ragged.resolver import brief, resolve
 from ragged.spec import P
+from ragged.units import group_units
 
 __all__ = ["plan", "replan"]
 
@@ -63,10 +63,10 @@ def plan(
       (512, ((0, 512), (512, 768)))
     """
     axes = mesh_axes(mesh)
-    if not isinstance(align, int) or align < 1:
-        raise ValueError(f"align must be a positive number of elements, got {align!r}")
-    if not isinstance(price, int) or price < 0:
-        raise ValueError(f"price must be a number of elements, zero or more, got {price!r}")
+    if type(align) is not int or align < 1:
+        raise ValueError(f"align={align!r}: expected a whole number of elements, at least 1")
+    if type(price) is not int or price < 0:
+        raise ValueError(f"price={price!r}: expected a whole number of elements, e.g. 1 << 60 for one buffer")
     paths, leaves, structure = flatten(tree)
     shapes = [shaped(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
     # Callables get something with .shape and .dtype: the tensor itself where there is one.
@@ -80,13 +80,20 @@ def plan(
         if frozen is None
         else resolve(frozen, tree, what="frozen mask", is_value=lambda x: isinstance(x, bool), paths_leaves=where)
     )
+    if optimizer is not None and not hasattr(optimizer, "blocks"):
+        raise ValueError(f"optimizer={brief(optimizer)}: expected a GradientTransformation, or something with .blocks")
     blocks = None if optimizer is None else optimizer.blocks
+    for path, flag in zip(paths, cold, strict=True):
+        if not isinstance(flag, bool):
+            raise ValueError(f"frozen mask for leaf {path!r} is {brief(flag)}, expected True or False")
     drafts = [
-        draft(path, shape, P() if s is None else s, axes, bool(f), blocks)
+        draft(path, shape, P() if s is None else s, axes, f, blocks)
         for path, shape, s, f in zip(paths, shapes, specs, cold, strict=True)
     ]
     comm = Comm(mesh) if isinstance(mesh, DeviceMesh) else None
-    return _assembled(paths, _units(drafts, units), axes, align, price, structure, comm)
+    by_path = {leaf.path: leaf for leaf in drafts}
+    members = {unit.name: [by_path[path] for path in unit.paths] for unit in group_units(by_path, units)}
+    return _assembled(paths, members, axes, align, price, structure, comm)
 
 
 def replan(plan: Plan, specs: Mapping[str, P | None]) -> Plan:
@@ -135,26 +142,6 @@ def _assembled(
 
 def _is_spec(x: Any) -> bool:
     return x is None or isinstance(x, P)
-
-
-def _units(drafts: Sequence[Draft], patterns: Sequence[Any]) -> dict[str, list[Draft]]:
-    """Leaves by unit, units and leaves in natural order whatever the tree's own order."""
-    if isinstance(patterns, (str, Rules)):
-        raise ValueError(f'units={patterns!r}: expected a sequence of patterns, e.g. units=["layers.*"]')
-    for pattern in patterns:
-        if not isinstance(pattern, (str, re.Pattern)):
-            raise ValueError(f"units pattern {pattern!r} is neither a glob string nor a compiled regex")
-    hit = [False] * len(patterns)
-    units: dict[str, list[Draft]] = {}
-    for leaf in sorted(drafts, key=lambda d: natural_key(d.path)):
-        found = [match_prefix(pattern, leaf.path) for pattern in patterns]
-        hit = [h or f is not None for h, f in zip(hit, found, strict=True)]
-        name = next((f for f in found if f is not None), leaf.path.split(".")[0])
-        units.setdefault(name, []).append(leaf)
-    if not all(hit):
-        pattern = next(p for p, h in zip(patterns, hit, strict=True) if not h)
-        raise ValueError(f"units pattern {pattern!r} matches no leaf; correct or remove it")
-    return dict(sorted(units.items(), key=lambda item: natural_key(item[0])))
 
 
 def _groups(members: Sequence[Draft]) -> list[list[Draft]]:

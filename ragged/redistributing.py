@@ -52,13 +52,18 @@ def redistribute(tree: ShardedTree, to: Any) -> ShardedTree:
 
     Source: the redistribution of arXiv 2602.22437, section 4, for any two layouts.
     """
+    if not isinstance(tree, ShardedTree):
+        raise ValueError(
+            f"redistribute moves a ShardedTree, got a {type(tree).__name__}; full tensors become one by shard, "
+            "per-rank contributions to a sum by reduce_scatter"
+        )
     comm, error, made, move = tree.plan.bound(), None, None, None
     facts = {"layout": tree.plan.fingerprint, "leaves": str(tree.paths)}
     try:
         facts["dtypes"] = str([str(x.dtype) for x in tree.tensors])
         made = _target(tree, to, comm)
         facts["new layout"] = made.fingerprint
-        facts["new mesh"] = str(made.bound().mesh.mesh.tolist())
+        facts["new mesh"] = str(made.bound().everyone.ranks)  # the axes are in the layout; mesh.mesh is slow to ask
         selection, move, dtypes = _compiled(tree, made, comm)
     except Exception as caught:
         error = caught
@@ -74,7 +79,9 @@ def redistribute(tree: ShardedTree, to: Any) -> ShardedTree:
         for a, b in piece.bucket.local_gaps(rank, piece.start, piece.stop):
             out[a:b] = 0
         target.append(out)
-    start_move(move, [x.detach() for x in tree.tensors], target, comm).wait()
+    # Windows and messages are of plain memory: no strides, no pending conjugation or sign.
+    source = [x.detach().resolve_conj().resolve_neg().contiguous() for x in tree.tensors]
+    start_move(move, source, target, comm).wait()
     return ShardedTree(made, selection, target)
 
 

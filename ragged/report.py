@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import optree
 import torch
 
+from ragged.drafts import met
 from ragged.layout import Bucket, LeafInfo, Request, Unit
 from ragged.paths import natural_key
 from ragged.planner import Item, lower_bound, pack
@@ -17,14 +19,19 @@ from ragged.planner import Item, lower_bound, pack
 if TYPE_CHECKING:
     from ragged.plans import Plan
 
-__all__ = ["explain", "state_bytes", "summary", "table"]
+__all__ = ["MOMENTS", "explain", "size", "state_bytes", "summary", "table"]
 
 MOMENTS = 8  # bytes per element of what an optimizer keeps if none is given: two fp32 moments, as Adam's
 
 
-def _size(n: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024 or unit == "GiB":
+def size(n: float) -> str:
+    """Bytes for a reader.
+
+    >>> size(3 * 2**20), size(100)
+    ('3.0 MiB', '100 B')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if n < 1024 or unit == "TiB":
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
         n /= 1024
     raise AssertionError
@@ -63,31 +70,29 @@ def _least(plan: Plan, group: Sequence[Bucket]) -> int:
     return group[0].ranks * lower_bound(items, group[0].ranks, align=_step(plan.align, leaves))
 
 
-def _kind(unit: Unit) -> object:
-    """Units with equal layouts are one row."""
-    return tuple(
-        (b.dtype, b.ragged, b.even, b.bounds, b.frozen, tuple((f.offset, f.local_shape) for f in b.leaves))
-        for b in unit.buckets
-    )
-
-
 def state_bytes(plan: Plan, optimizer: Any) -> dict[int, int]:
     """Bytes of optimizer state per rank, by bucket index.
 
     The optimizer's `init` runs on tensors without memory (meta tensors) of all leaves that aren't frozen.
     """
+    from ragged.mesh import Nowhere
     from ragged.selection import select
     from ragged.tree import ShardedTree, sharded_trees
 
+    there = replace(plan, comm=Nowhere(plan.axes), memo={})
     trained = [None if plan.buckets[f.bucket].frozen else p for p, f in plan.leaves.items()]
     paths, structure = optree.tree_flatten(optree.tree_unflatten(plan.structure, trained))
-    selection = select(plan, structure, cast(list[str], paths))
-    buckets = [piece.bucket for piece in selection.pieces]
-    params = ShardedTree(plan, selection, [torch.empty(b.shard, dtype=b.dtype, device="meta") for b in buckets])
+    selection = select(there, structure, cast(list[str], paths))
+    sizes = [piece.bucket.bounds.size(0) for piece in selection.pieces]
+    tensors = [
+        torch.empty(n, dtype=p.bucket.dtype, device="meta") for n, p in zip(sizes, selection.pieces, strict=True)
+    ]
     out = dict.fromkeys(range(len(plan.buckets)), 0)
-    for tree in sharded_trees(optimizer.init(params)):
+    for tree in sharded_trees(optimizer.init(ShardedTree(there, selection, tensors))):
         for piece, tensor in zip(tree.selection.pieces, tree.tensors, strict=True):
-            out[piece.bucket.index] += tensor.numel() * tensor.itemsize
+            # A part of a buffer lies on some ranks more than on others: its share of the mean.
+            elements = piece.bucket.shard if piece.whole else -(-(piece.stop - piece.start) // piece.bucket.ranks)
+            out[piece.bucket.index] += elements * tensor.itemsize
     return out
 
 
@@ -101,9 +106,9 @@ class _Bytes(NamedTuple):
     @staticmethod
     def of(group: Sequence[Bucket], states: Mapping[int, int] | None) -> _Bytes:
         params = sum(b.shard * b.dtype.itemsize for b in group)
-        grads = sum(b.shard * b.dtype.itemsize for b in group if not b.frozen)
+        grads = sum(b.shard * b.dtype.itemsize for b in group if b.trains)
         if states is None:
-            return _Bytes(params, grads, sum(b.shard * MOMENTS for b in group if not b.frozen))
+            return _Bytes(params, grads, sum(b.shard * MOMENTS for b in group if b.trains))
         return _Bytes(params, grads, sum(states[b.index] for b in group))
 
 
@@ -112,7 +117,8 @@ def summary(plan: Plan, optimizer: Any = None) -> str:
     states = None if optimizer is None else state_bytes(plan, optimizer)
     kinds: dict[object, list[Unit]] = defaultdict(list)
     for unit in plan.units:
-        kinds[_kind(unit)].append(unit)
+        own = () if states is None else tuple(states[b.index] for b in unit.buckets)
+        kinds[unit.kind, own].append(unit)
     heads = "leaves dtype ranks elements buffers S m*S padding at_least params grads states"
     rows: list[tuple[str, ...]] = [("unit", *(head.replace("_", " ") for head in heads.split()))]
     elements = least = 0
@@ -131,8 +137,8 @@ def summary(plan: Plan, optimizer: Any = None) -> str:
         f"{table(rows)}\n"
         f"{len(plan.leaves)} leaves in {len(plan.units)} units on {axes}: {elements:,} elements, "
         f"padding {plan.padding:.2%}, unavoidable at least {_share(least, elements)}\n"
-        f"per rank: {_size(total.params)} of parameters, {_size(total.grads)} of gradients, "
-        f"{_size(total.states)} of optimizer state" + (f" (at {MOMENTS} bytes per element)" if states is None else "")
+        f"per rank: {size(total.params)} of parameters, {size(total.grads)} of gradients, "
+        f"{size(total.states)} of optimizer state" + (f" (at {MOMENTS} bytes per element)" if states is None else "")
     )
 
 
@@ -153,7 +159,7 @@ def _row(label: str, group: Sequence[Bucket], least: int, bytes_: _Bytes) -> tup
         f"{length:,}",
         _share(length, elements),
         _share(least, elements),
-        *map(_size, bytes_),
+        *map(size, bytes_),
     )
 
 
@@ -163,7 +169,7 @@ def explain(plan: Plan, path: str) -> str:
     Raises:
       ValueError: no such leaf.
     """
-    if path not in plan.leaves:
+    if not isinstance(path, str) or path not in plan.leaves:
         raise ValueError(f"the plan has no leaf {path!r}; its leaves are {list(plan.leaves)[:20]}")
     leaf = plan.leaves[path]
     bucket = plan.buckets[leaf.bucket]
@@ -178,37 +184,50 @@ def explain(plan: Plan, path: str) -> str:
     ]
     if bucket.bounds.explicit:
         return "\n".join(lines)
-    buffers = f"the unit's {len(group)} buffers" if len(group) > 1 else "the buffer"
-    lines.append(f"  S = {shard:,} elements per rank for {buffers}")
+    now = _Packed(shard, len(group))
+    lines.append(f"  S = {shard:,} elements per rank in {_buffers(len(group))}")
     for request in leaf.requests:
         wants = [f"blocks of {request.block:,} elements"]
         if request.align > 1:
             wants.append(f"a start at a multiple of {request.align:,}")
         others = tuple(r for r in leaf.requests if r is not request)
-        lines.append(f"  {request.who} asks for {' and '.join(wants)}: " + _cost(plan, group, shard, {path: others}))
-    whole = _cost(plan, group, shard, {}, align=1)
-    lines.append(f"  alignment starts every leaf at a multiple of {plan.align:,} elements: {whole}")
+        free = _repacked(plan, group, {path: others}, plan.align)
+        lines.append(f"  {request.who} asks for {' and '.join(wants)}: {_cost(now, free, group[0].ranks, plan.price)}")
+    free = _repacked(plan, group, {}, 1)
+    text = _cost(now, free, group[0].ranks, plan.price)
+    lines.append(f"  alignment starts every leaf at a multiple of {plan.align:,} elements: {text}")
     return "\n".join(lines)
 
 
-def _cost(
-    plan: Plan,
-    group: Sequence[Bucket],
-    shard: int,
-    instead: Mapping[str, tuple[Request, ...]],
-    align: int | None = None,
-) -> str:
-    """What S would be with other requests of some leaves, or without alignment."""
+class _Packed(NamedTuple):
+    """S over all buffers of a unit, and how many there are."""
+
+    shard: int
+    buffers: int
+
+
+def _buffers(count: int) -> str:
+    return "1 buffer" if count == 1 else f"{count} buffers"
+
+
+def _repacked(plan: Plan, group: Sequence[Bucket], instead: Mapping[str, tuple[Request, ...]], align: int) -> _Packed:
+    """The leaves of a group packed anew, with other requests of some of them and another alignment."""
     leaves = sorted((leaf for b in group for leaf in b.leaves), key=lambda leaf: natural_key(leaf.path))
-    requests = [instead.get(leaf.path, leaf.requests) for leaf in leaves]
-    items = [
-        Item(leaf.size, min(math.lcm(*(r.block for r in asked)), max(leaf.size, 1)))
-        for leaf, asked in zip(leaves, requests, strict=True)
-    ]
-    step = math.lcm(plan.align if align is None else align, *(r.align for asked in requests for r in asked))
-    free = pack(items, group[0].ranks, align=step, price=plan.price).shard
-    if free == shard:
-        return "costs nothing"
-    if free > shard:  # the search is not exact: more freedom may find less
+    asked = [met(instead.get(leaf.path, leaf.requests), leaf.size) for leaf in leaves]
+    items = [Item(leaf.size, block) for leaf, (block, _) in zip(leaves, asked, strict=True)]
+    step = math.lcm(align, *(start for _, start in asked))
+    packing = pack(items, group[0].ranks, align=step, price=plan.price)
+    return _Packed(packing.shard, len(packing.buffers))
+
+
+def _cost(now: _Packed, free: _Packed, ranks: int, price: int) -> str:
+    """What a request costs: what the planner would have reached without it."""
+    gain = ranks * (now.shard - free.shard) + price * (now.buffers - free.buffers)
+    if gain < 0:  # the search is not exact: more freedom may find less
         return "no cheaper layout is known without it"
-    return f"S would be {free:,} without it, so it costs {shard - free:,} elements per rank"
+    if gain == 0:
+        return "costs nothing"
+    there = "" if now.buffers == free.buffers else f" in {_buffers(free.buffers)}"
+    less = now.shard - free.shard
+    what = f"{less:,} elements per rank" if less > 0 else "a collective"
+    return f"S would be {free.shard:,}{there} without it, so it costs {what}"

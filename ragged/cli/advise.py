@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from ragged.cli.blocks import BlockRule
 from ragged.cli.candidates import Costs, Row, evaluate, items_of, kinds_of_units, shard_groups
 from ragged.cli.headers import Tensors
-from ragged.cli.units import group_units, join_layers
+from ragged.cli.units import join_layers
 from ragged.planner import Item
-from ragged.report import table
+from ragged.report import size, table
+from ragged.units import group_units
 
-__all__ = ["advice", "gib", "recommend", "rows_of"]
+__all__ = ["advice", "recommend", "rows_of"]
 
 SLACK = 0.01  # rows that gather so much more than the least are as good
 
@@ -101,8 +102,8 @@ def _verdict(rows: Sequence[Row], best: Row | None, memory: int | None) -> list[
     """The recommended row, and what would be it if the other blocks were wanted."""
     if best is None:
         least = min(row.memory for row in rows)
-        return [f"recommended: none; the least of the rows needs {gib(least)}, more than {gib(memory or 0)}"]
-    limit = "" if memory is None else f"fit in {gib(memory)} (state + in flight) and "
+        return [f"recommended: none; the least of the rows needs {size(least)}, more than {size(memory or 0)}"]
+    limit = "" if memory is None else f"fit in {size(memory)} (state + in flight) and "
     lines = [
         f"recommended: {_words(best)}",
         f"(of the rows that {limit}gather at most {SLACK:.0%} more than the least of these, the one with the fewest "
@@ -125,9 +126,9 @@ def _line(row: Row, mark: str) -> tuple[str, ...]:
         f"{row.unavoidable:.2%}",
         f"{row.buffers:,}",
         f"{row.shard:,}",
-        gib(row.state),
-        gib(row.flight),
-        gib(row.gathered),
+        size(row.state),
+        size(row.flight),
+        size(row.gathered),
         mark,
     )
 
@@ -136,14 +137,4 @@ def _words(row: Row) -> str:
     """A row in a sentence."""
     replicas = "no replicas" if row.replicas == 1 else f"{row.replicas} replicas"
     layers = "1 layer" if row.layers == 1 else f"{row.layers} layers"
-    return f"shard group of {row.group}, {replicas}, block {row.block}, {layers} per unit: {gib(row.memory)} per rank"
-
-
-def gib(n: int) -> str:
-    """Bytes for people.
-
-    Example:
-      >>> gib(3 * 2**29), gib(2**20)
-      ('1.50 GiB', '1.00 MiB')
-    """
-    return f"{n / 2**30:.2f} GiB" if n >= 2**30 / 10 else f"{n / 2**20:.2f} MiB"
+    return f"shard group of {row.group}, {replicas}, block {row.block}, {layers} per unit: {size(row.memory)} per rank"

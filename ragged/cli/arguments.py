@@ -11,6 +11,7 @@ from ragged.cli.builtin import BUILT_IN
 from ragged.cli.families import FAMILIES
 from ragged.cli.models import parse_dtype
 from ragged.planner import PRICE
+from ragged.report import MOMENTS
 
 __all__ = ["make_parser"]
 
@@ -132,8 +133,8 @@ def make_parser() -> argparse.ArgumentParser:
     advise.add_argument("--groups", nargs="+", type=_value(_positive), default=[], metavar="N", help=text)
     text = "consecutive layers gathered together (default: 1 2)"
     advise.add_argument("--layers-per-unit", nargs="+", type=_value(_positive), default=[1, 2], metavar="K", help=text)
-    text = "optimizer state per element (default: 8, two moments in float32)"
-    advise.add_argument("--state-bytes", type=_value(_natural), default=8, metavar="N", help=text)
+    text = f"bytes of optimizer state per element (default: {MOMENTS}, two moments in float32)"
+    advise.add_argument("--state-bytes", type=_value(_natural), default=MOMENTS, metavar="N", help=text)
     return parser
 
 

@@ -13,6 +13,7 @@ import torch
 from ragged.cli.blocks import BlockRule, blocks_of
 from ragged.cli.headers import Tensors
 from ragged.planner import PRICE, Item, lower_bound, pack
+from ragged.report import MOMENTS
 from ragged.spec import block_elements
 
 __all__ = ["Costs", "Kinds", "Row", "evaluate", "items_of", "kinds_of_units", "shard_groups"]
@@ -36,7 +37,7 @@ class Costs:
 
     align: int = 64
     price: int = PRICE
-    state_bytes: int = 8
+    state_bytes: int = MOMENTS
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,8 @@ def evaluate(kinds: Kinds, group: int, replicas: int, block: str, layers: int, c
             buffers += count * len(packing.buffers)
             elements += count * packing.elements
             # Codes and counters are neither differentiated nor optimized.
-            trained = size + costs.state_bytes if dtype.is_floating_point else 0
+            learns = dtype.is_floating_point or dtype.is_complex
+            trained = size + costs.state_bytes if learns else 0
             state += count * packing.shard * (size + trained)
             full += group * packing.shard * size
         gathered += 2 * count * full

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from itertools import groupby
 
-from ragged.paths import natural_key
-from ragged.resolver import match_prefix
+from ragged.units import LayerUnit
 
-__all__ = ["LayerUnit", "group_units", "join_layers", "layer_patterns"]
+__all__ = ["join_layers", "layer_patterns"]
 
 
 def layer_patterns(paths: Iterable[str]) -> list[str]:
@@ -33,48 +30,11 @@ def layer_patterns(paths: Iterable[str]) -> list[str]:
     return [f"{prefix}.*" for prefix in sorted(longer or lists, key=lambda p: (-len(p), p))]
 
 
-@dataclass(frozen=True)
-class LayerUnit:
-    """Leaves gathered together.
-
-    Attributes:
-      name: the path that they share.
-      pattern: index of the pattern that matched, or None.
-      paths: of its leaves, in natural order.
-    """
-
-    name: str
-    pattern: int | None
-    paths: tuple[str, ...]
-
-
-def group_units(paths: Iterable[str], patterns: Sequence[str | re.Pattern[str]]) -> list[LayerUnit]:
-    """Units as `ragged.plan` forms them: by the first pattern that matches, else by the first component.
-
-    Raises:
-      ValueError: a pattern that matches no leaf.
-
-    Example:
-      >>> [unit.name for unit in group_units(["layers.0.w", "layers.1.w", "head"], ["layers.*"])]
-      ['head', 'layers.0', 'layers.1']
-    """
-    found: dict[str, tuple[int | None, list[str]]] = {}
-    hit = set()
-    for path in sorted(paths, key=natural_key):
-        matched = [(i, name) for i, p in enumerate(patterns) if (name := match_prefix(p, path)) is not None]
-        hit |= {i for i, _ in matched}
-        first, name = matched[0] if matched else (None, path.split(".")[0])
-        found.setdefault(name, (first, []))[1].append(path)
-    for i, pattern in enumerate(patterns):
-        if i not in hit:
-            raise ValueError(f"units pattern {pattern!r} matches no leaf; correct or remove it")
-    return [LayerUnit(name, found[name][0], tuple(found[name][1])) for name in sorted(found, key=natural_key)]
-
-
 def join_layers(units: Iterable[LayerUnit], layers: int) -> list[tuple[str, ...]]:
     """The leaves of each unit, `layers` consecutive units of one pattern made one.
 
     Example:
+      >>> from ragged.units import group_units
       >>> join_layers(group_units(["l.0.w", "l.1.w", "l.2.w", "head"], ["l.*"]), 2)
       [('head',), ('l.0.w', 'l.1.w'), ('l.2.w',)]
     """

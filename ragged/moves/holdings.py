@@ -29,7 +29,7 @@ class Grid:
 
     @staticmethod
     def of(comm: Comm) -> Grid:
-        return Grid(dict(comm.axes), tuple(comm.mesh.mesh.flatten().tolist()))
+        return Grid(dict(comm.axes), comm.everyone.ranks)
 
     @cached_property
     def coordinate(self) -> Mapping[int, Mapping[str, int]]:

@@ -85,7 +85,7 @@ def _pack(windows: Sequence[Window], source: Sequence[Tensor]) -> Tensor:
         return views[0].contiguous().view(-1).view(torch.uint8)
     if len({view.dtype for view in views}) == 1:
         return torch.cat([view.reshape(-1) for view in views]).view(torch.uint8)
-    return torch.cat([view.reshape(-1).view(torch.uint8) for view in views])
+    return torch.cat([view.contiguous().view(-1).view(torch.uint8) for view in views])
 
 
 def _unpack(windows: Sequence[Window], raw: Tensor, target: Sequence[Tensor]) -> None:

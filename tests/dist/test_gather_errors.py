@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp import fold, gathered, value_and_grad
+from fsdp.step import Step
 from ragged import P, make_mesh, partition, shard, unshard
 from tests.models import block, make_loss, make_params, tokens
 
@@ -178,10 +180,73 @@ def another_order_without_grad(how: str) -> str:
     [
         ("order", ["gather of a bucket", "layers.0 of", "layers.3 of"]),
         ("step", ["gather of a bucket", "the start of a step"]),
-        ("buffer", ["gather of a bucket", "bucket: rank 0 has head of", "rank 1 has embed of"]),
+        ("buffer", ["gather of a bucket", "bucket 0: rank 0 has head of", "rank 1 has embed of"]),
         ("reduce", ["reduce by mean of a bucket", "reduce by sum of a bucket"]),
     ],
 )
 def test_ranks_that_differ_outside_of_a_step_all_raise(run: Any, how: str, words: list[str]) -> None:
     for said in run(3, another_order_without_grad, how, timeout=30):
         assert all(word in said for word in words), said
+
+
+def another_layout(how: str) -> str:
+    """Ranks whose buckets have one name and one length, but other contents."""
+    mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
+    odd = dist.get_rank() == 1
+    if how == "bounds":
+        x = {"w": torch.arange(32.0).view(4, 8)}
+        trees = [shard(x, mesh, P(ragged="fsdp", shares=shares)) for shares in ((1, 3), (3, 1))]
+    else:
+        trees = [
+            shard({"u": {"a": torch.ones(n), "b": torch.ones(192 - n)}}, mesh, P(ragged="fsdp")) for n in (64, 128)
+        ]
+    mine = trees[odd].buffers[0]
+    good = trees[0].buffers[0].gather()
+    try:
+        if how == "out":
+            trees[0].buffers[0].gather(torch.empty(3) if odd else None)
+        elif how == "op":
+            mine.reduce(good.clone(), op="average" if odd else "mean")
+        elif how == "size":
+            mine.reduce(good.clone()[: 3 if odd else None])
+        else:
+            mine.gather()
+        said = ""
+    except ValueError as error:
+        said = str(error)
+    assert torch.equal(trees[0].buffers[0].gather(), good)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("how", "word"),
+    [("bounds", "(0, 8, 32)"), ("leaves", "u.a of shape (64,) at 0"), ("out", "needs out of shape"),
+     ("op", "op='average'"), ("size", "needs shape (256,)")],
+)  # fmt: skip
+def test_buffers_of_other_layouts_never_mix(run: Any, how: str, word: str) -> None:
+    said = run(2, another_layout, how, timeout=30)
+    assert all(word in text for text in said), said
+
+
+def reduces_in_flight() -> int:
+    """Many trees with units of one name: still one unit at a time."""
+    mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
+    trees = [shard({"w": torch.ones(8) * i}, mesh, P(ragged="fsdp")) for i in range(6)]
+    call = gathered(lambda p, x: (p["w"] * x).sum())
+    most = 0
+
+    def landed(self: Step) -> None:
+        nonlocal most
+        most = max(most, len(self._flying))
+        land(self)
+
+    land = Step._land
+    with mock.patch.object(Step, "_land", landed):
+        f = value_and_grad(lambda ts, x: sum(call(t, x) for t in ts))
+        for _ in range(2):
+            f(trees, torch.ones(8))
+    return most
+
+
+def test_reduces_of_different_trees_do_not_pile_up(run: Any) -> None:
+    assert run(2, reduces_in_flight) == [1, 1]

@@ -25,7 +25,7 @@ def equals_plain(loss: Any, params: ShardedTree) -> None:
     x = torch.linspace(-1, 1, 32).view(2, 16)
     want = value_and_grad(loss)(unshard(params), x)[1]
     f = value_and_grad(loss)
-    for _ in range(3):
+    for _ in range(5):
         close(unshard(f(params, x)[1]), want)
 
 
@@ -78,6 +78,25 @@ def penalty() -> None:
         return h.sum() + g.square().sum()
 
     equals_plain(loss, params)
+
+
+def penalty_before_another_call() -> None:
+    """The penalty's own gradient reads the first layer while backward has reached the second only."""
+    params = make_params()
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        y = gathered(block)(p["layers"][0], x)
+        (g,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        y = gathered(block)(p["layers"][1], y)
+        return gathered(block)(p["layers"][2], y).square().mean() + g.square().mean()
+
+    equals_plain(loss, params)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_gradient_penalty_before_another_call(run: Any, n: int) -> None:
+    run(n, penalty_before_another_call)
 
 
 @pytest.mark.parametrize("n", [1, 2])

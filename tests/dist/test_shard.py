@@ -251,7 +251,7 @@ def one_unit(tree: Any) -> Any:
 
 
 def views_of_one_unit() -> None:
-    """NVIDIA/Megatron-LM#4835: zero-copy means one storage, at the planned offset."""
+    """PL-07, NVIDIA/Megatron-LM#4835: zero-copy means one storage, at the planned offset."""
     tree = {"a": ar((3, 4)), "b": ar((5,)), "c": ar((2, 2, 2))}
     sharded = shard({"u": tree}, one_unit(tree))
     (buffer,) = sharded.buffers

@@ -14,9 +14,10 @@ from ragged.cli.advise import advice, recommend, rows_of
 from ragged.cli.blocks import blocks_of, parse_block, parse_pattern
 from ragged.cli.candidates import Costs, Row, evaluate, items_of, shard_groups
 from ragged.cli.headers import Tensors
-from ragged.cli.units import group_units, join_layers, layer_patterns
+from ragged.cli.units import join_layers, layer_patterns
 from ragged.planner import Item
 from ragged.spec import block_elements
+from ragged.units import group_units
 
 F32, BF16, U8 = torch.float32, torch.bfloat16, torch.uint8
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -215,11 +216,11 @@ def test_advice_states_its_rule() -> None:
     rows = [some_row(2**30, 10_000), some_row(2**31, 20_000, "b")]
     text = advice("title", rows, 2**40, Costs())
     assert text.startswith("title\n")
-    assert "recommended: shard group of 8, no replicas, block a, 1 layer per unit: 1.00 GiB per rank" in text
-    assert "(of the rows that fit in 1024.00 GiB (state + in flight) and gather at most 1% more than the least" in text
+    assert "recommended: shard group of 8, no replicas, block a, 1 layer per unit: 1.0 GiB per rank" in text
+    assert "(of the rows that fit in 1.0 TiB (state + in flight) and gather at most 1% more than the least" in text
     assert "by the same rule with blocks b: shard group of 8" in text
     assert sum(line.endswith("  <") for line in text.splitlines()) == 1
-    assert "recommended: none; the least of the rows needs 1.00 GiB, more than 1.00 MiB" in advice(
+    assert "recommended: none; the least of the rows needs 1.0 GiB, more than 1.0 MiB" in advice(
         "", rows, 2**20, Costs()
     )
     assert items_of({"w": ((0, 3), F32)}, []) == {"w": Item(0, 1)}

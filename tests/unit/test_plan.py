@@ -70,7 +70,7 @@ ATTENTION = {
 
 @pytest.mark.parametrize(("ranks", "best"), [(1, 10304), (2, 5152), (3, 4096), (4, 3072), (8, 2048)])
 def test_fused_attention_with_blocks_of_different_sizes(ranks: int, best: int) -> None:
-    """PL-05, pytorch/torchtitan#4799: the best of all orders, in one buffer."""
+    """PL-05, pytorch/torchtitan#4799: the best of all orders; 5152 is no multiple of 64, so starts are of 32."""
     tree = {name: (shape, F32) for name, (shape, _) in ATTENTION.items()}
     spec = {k: P(ragged="fsdp", block=b) for k, (_, b) in ATTENTION.items()}
     p = plan({"attn": tree}, {"fsdp": ranks}, {"attn": spec}, align=32)
@@ -188,12 +188,18 @@ def test_none_is_replicated(spec: Any) -> None:
 
 HASHED = """
 import random, sys, torch
-from ragged import P, plan
+from ragged import P, plan, rules
 names = ["layer.2", "layer.10", "layer.1", "norm", "embed"]
 random.Random(int(sys.argv[1])).shuffle(names)
 tree = {name: {k: ((7, 5), torch.float32) for k in set("abc")} for name in names}
 p = plan(tree, {"fsdp": 4}, P(ragged="fsdp"), units=["layer.*"])
-print(p.fingerprint, [u.name for u in p.units])
+sizes = [("a", 96), ("b", 128), ("c", 128)]
+random.Random(int(sys.argv[1])).shuffle(sizes)
+pair = {"u": {name: {"w": ((n, 64), torch.float32)} for name, n in sizes}}
+blocks = rules({"u.a.*": P(ragged="fsdp", block=(3, None)), "u.**": P(ragged="fsdp", block=(4, None))})
+several = plan(pair, {"fsdp": 32}, blocks, price=0)
+assert len(several.buckets) == 2
+print(several.fingerprint, p.fingerprint, [u.name for u in p.units])
 """
 
 

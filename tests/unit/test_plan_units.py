@@ -115,6 +115,11 @@ def test_optimizer_blocks() -> None:
     assert without == plan(tree, AXES, RAGGED, align=32)
 
 
+def asks(what: Any) -> Any:
+    """An optimizer that asks for the same of every leaf."""
+    return SimpleNamespace(blocks=lambda path, shape, dtype: what)
+
+
 # --- what is refused ------------------------------------------------------------------------
 
 
@@ -155,8 +160,19 @@ def test_optimizer_blocks() -> None:
         ({"w": W}, 2, RAGGED, {"units": "layers.*"}, ["'layers.*'", "sequence of patterns"]),
         ({"w": W}, 2, RAGGED, {"units": rules({"w": 1})}, ["sequence of patterns"]),
         ({"w": W}, 2, RAGGED, {"frozen": {"v": True}}, ["no frozen mask for leaf 'w'"]),
-        ({"w": W}, 2, RAGGED, {"align": 0}, ["align", "got 0"]),
-        ({"w": W}, 2, RAGGED, {"align": 6.4}, ["align", "got 6.4"]),
+        ({"w": W}, 2, RAGGED, {"units": None}, ["units=None", "sequence of patterns"]),
+        ({"w": W}, 2, RAGGED, {"frozen": lambda path, leaf: 1}, ["frozen mask", "'w'", "True or False"]),
+        ({"w": W}, 2, RAGGED, {"price": 1e12}, ["price=1000000000000.0", "1 << 60"]),
+        ({"w": W}, 2, RAGGED, {"price": True}, ["price=True"]),
+        ({"w": W}, 2, RAGGED, {"optimizer": 3}, ["optimizer=3", "GradientTransformation"]),
+        ({"w": W}, 2, RAGGED, {"optimizer": asks((256, -4))}, ["'w'", "(256, -4)", "start alignment"]),
+        ({"w": W}, 2, RAGGED, {"optimizer": asks((0, 1))}, ["'w'", "(0, 1)"]),
+        ({"w": W}, 2, RAGGED, {"optimizer": asks((256,))}, ["'w'", "(256,)"]),
+        ({"w": W}, None, RAGGED, {}, ["mesh=None", "DeviceMesh"]),
+        ({"w": W}, "fsdp", RAGGED, {}, ["mesh='fsdp'", "DeviceMesh"]),
+        ({"w": W}, {3: 2}, RAGGED, {}, ["names must be strings"]),
+        ({"w": W}, 2, RAGGED, {"align": 0}, ["align=0", "at least 1"]),
+        ({"w": W}, 2, RAGGED, {"align": 6.4}, ["align=6.4", "whole number"]),
     ],
 )  # fmt: skip
 def test_refusals(tree: Any, axes: Any, spec: Any, options: dict[str, Any], words: list[str]) -> None:
@@ -208,9 +224,26 @@ def test_json_of_another_tree(like: Any, words: list[str]) -> None:
 
 def test_json_of_another_version() -> None:
     data = json.loads(plan({"a": W}, AXES, RAGGED).to_json())
-    with pytest.raises(ValueError, match="plan format version 99, this library reads 1"):
+    with pytest.raises(ValueError, match="plan format version 99, this library reads 2"):
         Plan.from_json(json.dumps({**data, "version": 99}), like={"a": W})
-    with pytest.raises(ValueError, match="plan format version None"):
-        Plan.from_json("{}", like={"a": W})
-    with pytest.raises(ValueError, match="Expecting value"):
-        Plan.from_json("not json", like={"a": W})
+
+
+@pytest.mark.parametrize("text", ["", "not json", "{}", "[]", "3", "null", '"x"', '{"version": 2}', None])
+def test_texts_that_are_no_plan(text: Any) -> None:
+    with pytest.raises(ValueError, match="no plan"):
+        Plan.from_json(text, like={"a": W})
+
+
+def test_a_changed_text_is_refused() -> None:
+    text = plan({"a": W, "b": W}, AXES, RAGGED).to_json()
+    data = json.loads(text)
+    changed = 0
+    for line in {line for line in text.splitlines() if re.search(r": \d+,?$", line)}:
+        other = text.replace(line, re.sub(r": \d+", ": 7", line), 1)
+        if json.loads(other)["version"] == 2 and json.loads(other) != data:
+            changed += 1
+            with pytest.raises(ValueError, match="was changed after it was written"):
+                Plan.from_json(other, like={"a": W, "b": W})
+    assert changed > 5
+    with pytest.raises(ValueError, match="no plan"):
+        Plan.from_json(text[:-40], like={"a": W, "b": W})
