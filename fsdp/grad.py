@@ -15,7 +15,7 @@ from fsdp.schedule import Recorder, Schedule
 from fsdp.step import Step, is_sharded
 from fsdp.tracing import collected, default_data_axes, detached, explained, frozen_pieces, leaf, same_start, trace
 from ragged.agree import agree
-from ragged.collectives import all_reduce
+from ragged.collectives import all_gather_object, all_reduce
 from ragged.layout import Bucket, axis_size
 from ragged.mesh import Comm
 from ragged.reduction import Reduction, reduction
@@ -47,7 +47,8 @@ def value_and_grad(
       argnums: the positional arguments to differentiate.
       data_axes: mesh axes along which ranks see different data. By default axes that are ragged for
         some leaf, and axes that no leaf names. Others, which cut leaves evenly (tensor
-        parallelism), see the same data and are never averaged over.
+        parallelism), see the same data and are never averaged over. An expert parallel axis on which
+        other leaves are replicated looks the same, so it has to be named here.
       sum_axes: axes that are no data axes, but over which gradients of leaves that they
         don't cut are partial sums (sequence parallelism).
       op: "mean" or "sum".
@@ -55,7 +56,8 @@ def value_and_grad(
     Raises:
       ValueError: on all ranks: a loss that is no scalar, integer leaves, trees on different
         meshes, plain and sharded trees mixed in the differentiated arguments, or units used in
-        another order than on other ranks or in earlier steps. If any rank fails, all raise.
+        another order than on other ranks or in earlier steps; different losses along axes that were
+        taken for model axes by default. If any rank fails, all raise.
 
     Example:
       >>> import torch
@@ -197,6 +199,9 @@ class ValueAndGrad:
             raise error
         if recorder.learning:
             agree("the end of the step", {}, comm.everyone, error)
+            if self.data_axes is None:
+                assert loss is not None
+                agree("the losses of a step", {}, comm.everyone, _uneven_losses(loss, comm, data_axes))
         elif error is not None:
             take_part(recorder.remaining(), how, comm)
         group = comm.everyone
@@ -250,6 +255,8 @@ class ValueAndGrad:
         if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise ValueError(f"has_aux=True, but the loss function returned {type(out).__name__}, not (loss, aux)")
         loss, aux = out if self.has_aux else (out, None)
+        if isinstance(loss, Tensor) and hasattr(loss, "full_tensor"):  # a DTensor, of gathered(as_dtensor=True)
+            loss = loss.full_tensor()
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             what = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"the loss must be one real number in a tensor, got {what}; reduce it, or use has_aux")
@@ -259,3 +266,22 @@ class ValueAndGrad:
         assert grads is not None
         out = grads[0] if self.single else tuple(grads)
         return ((loss, aux), out) if self.has_aux else (loss, out)
+
+
+def _uneven_losses(loss: Tensor, comm: Comm, data_axes: tuple[str, ...]) -> ValueError | None:
+    """Whether ranks along the axes that were taken for model axes have seen different data.
+
+    An axis that cuts some leaf evenly and is ragged for none may be tensor parallelism (one batch, equal losses) or
+    expert parallelism (a batch per rank): layouts look the same, losses don't.
+    """
+    model = tuple(a for a in comm.axes if a not in data_axes)
+    group = comm.group(model)
+    values = all_gather_object(loss.item(), group)
+    if group.size == 1 or max(values) - min(values) <= 1e-3 * max(map(abs, values)):  # NaN isn't larger either
+        return None
+    names = ", ".join(map(repr, (*data_axes, *model)))
+    return ValueError(
+        f"ranks along {model} returned different losses, from {min(values):.6g} to {max(values):.6g}, but these axes "
+        "cut some leaf evenly and no leaf raggedly, so they are taken for model axes, along which all ranks see the "
+        f"same batch. If each rank has its own (expert parallelism), say value_and_grad(..., data_axes=({names},))"
+    )

@@ -10,7 +10,7 @@ from ragged.dtensor import from_dtensor, to_dtensor
 from ragged.initialize import init
 from ragged.layout import Bucket, LeafInfo, Unit
 from ragged.mapping import map_leaves, tree_map
-from ragged.mesh import make_mesh
+from ragged.mesh import Comm, make_mesh
 from ragged.picture import typeof, visualize
 from ragged.planning import plan
 from ragged.plans import Plan
@@ -27,6 +27,7 @@ __all__ = [
     "ROW",
     "TENSOR",
     "Bucket",
+    "Comm",
     "DBuffer",
     "LeafInfo",
     "P",

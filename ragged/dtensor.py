@@ -238,7 +238,7 @@ def _dtypes(selection: Selection, loads: Mapping[str, _Load]) -> list[torch.dtyp
 
 
 def _moves(selection: Selection, loads: Mapping[str, _Load], plan: Plan, comm: Comm) -> list[Move]:
-    """One move per mesh that leaves come from, the plan's first; kept with the plan."""
+    """One move per mesh that leaves come from; kept with the plan."""
     cuts = tuple(load.cut for load in loads.values())
     memo: dict[Any, list[Move]] = plan.memo.setdefault("from_dtensor", {})
     if (selection, cuts) not in memo:

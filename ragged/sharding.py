@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,16 +12,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ragged.agree import agree
-from ragged.collectives import exchange
 from ragged.drafts import HasBlocks
-from ragged.layout import Bucket
 from ragged.mesh import Comm
+from ragged.moves import Grid, compile_move, holdings_of, one_rank, start_move
 from ragged.paths import first_difference, flatten, is_shaped, shaped
-from ragged.places import coordinates, fill_shard, flat_rank
+from ragged.places import fill_shard
 from ragged.planning import plan
 from ragged.plans import Plan
 from ragged.resolver import brief
-from ragged.selection import whole
+from ragged.selection import Selection, whole
 from ragged.tree import ShardedTree
 
 __all__ = ["from_local", "mesh_facts", "shard"]
@@ -96,9 +95,9 @@ def shard(
         buffer = torch.zeros(size, dtype=bucket.dtype, device=comm.device)
         if src is None:
             fill_shard(buffer, bucket, tensors, comm.axes, comm.coordinate)
-        else:
-            _receive(buffer, bucket, tensors, comm, src)
         out.append(buffer)
+    if src is not None:
+        _receive(out, selection, made, tensors, comm, src)
     return ShardedTree(made, selection, out)
 
 
@@ -146,7 +145,7 @@ def _value_facts(tensors: Mapping[str, Tensor], comm: Comm, src: int | None) -> 
 
 def _digest(tensor: Tensor) -> str:
     """Sum of the raw words, and a sample in order: one pass over the memory, no copy of it."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = _row_major(tensor)
     if flat.numel() == 0:
         return "empty"
     flat = flat.as_strided(flat.shape, (1,))  # a single element may have any stride
@@ -157,20 +156,21 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _receive(out: Tensor, bucket: Bucket, tensors: Mapping[str, Tensor], comm: Comm, src: int) -> None:
-    """Let `src` cut everybody's shard of its values and send it: one exchange per bucket."""
-    group = comm.everyone
-    source = group.ranks.index(src)
-    shards: list[Tensor] = []
-    if group.rank == source:
-        for position in coordinates(comm.axes, list(comm.axes)):
-            rank = flat_rank(comm.axes, position, bucket.ragged)
-            piece = torch.zeros(bucket.bounds.size(rank), dtype=bucket.dtype, device=comm.device)
-            fill_shard(piece, bucket, tensors, comm.axes, position)
-            shards.append(piece)
-    nothing = out.new_empty(0)
-    received = [out if k == source else nothing for k in range(group.size)]
-    exchange(shards or [nothing] * group.size, received, group).wait()
+def _row_major(tensor: Tensor) -> Tensor:
+    """The values as they are meant, flat and contiguous."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+
+
+def _receive(
+    out: Sequence[Tensor], selection: Selection, made: Plan, tensors: Mapping[str, Tensor], comm: Comm, src: int
+) -> None:
+    """Move the leaves from `src`, which holds them whole, to everybody's shards."""
+    me, grid = comm.everyone.ranks[comm.everyone.rank], Grid.of(comm)
+    source = one_rank([made.leaves[p].shape for p in selection.paths], grid, src)
+    move = compile_move(source, holdings_of(selection, made.leaves, comm), (grid, grid), me)
+    # Only the source's values are read; others may have meta tensors.
+    given = [_row_major(tensors[p]).to(comm.device) if me == src else out[0] for p in selection.paths]
+    start_move(move, given, out, comm).wait()
 
 
 def from_local(runs: Mapping[str, Tensor], plan: Plan, mesh: DeviceMesh | None = None) -> ShardedTree:

@@ -7,15 +7,15 @@ from typing import Any
 
 import optree
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ragged.agree import agree
 from ragged.buffer import full_views
-from ragged.collectives import all_gather, exchange
+from ragged.collectives import all_gather
 from ragged.layout import Bucket, axis_size
 from ragged.mesh import Comm
+from ragged.moves import Grid, compile_move, holdings_of, one_rank, start_move
 from ragged.paths import first_difference, flatten
 from ragged.places import coordinates, even_slices
 from ragged.plans import Plan
@@ -55,6 +55,8 @@ def unshard(tree: ShardedTree, *, dst: int | None = None) -> Any:
     except Exception as caught:
         error = caught
     agree("unshard", facts, comm.everyone, error)
+    if dst is not None:
+        return _to_one(tree, dst, comm)
     full: dict[str, Tensor] = {}
     wanted = set(tree.paths)
     pieces: dict[int, list[tuple[Any, Tensor]]] = {}
@@ -64,19 +66,31 @@ def unshard(tree: ShardedTree, *, dst: int | None = None) -> Any:
         bucket = parts[0][0].bucket
         shard = _whole_shard(parts, bucket, comm)
         axes = tuple(a for a in comm.axes if a in bucket.even) + bucket.ragged
-        buffer = _gather(shard, bucket, axes, comm) if dst is None else _send(shard, bucket, axes, comm, dst)
-        if buffer is None:
-            continue
-        for coordinate, part in _coordinates(buffer, bucket, comm):
+        for coordinate, part in _coordinates(_gather(shard, bucket, axes, comm), bucket, comm):
             for path, view in full_views(part, bucket).items():
                 if path in wanted:
                     leaf = tree.plan.leaves[path]
                     if path not in full:
                         full[path] = torch.empty(leaf.shape, dtype=view.dtype, device=view.device)
                     full[path][even_slices(leaf, comm.axes, coordinate)].copy_(view)
-    if dst is not None and dist.get_rank() != dst:
-        return None
     return optree.tree_unflatten(tree.selection.structure, [full[p] for p in tree.paths])
+
+
+def _to_one(tree: ShardedTree, dst: int, comm: Comm) -> Any:
+    """Every leaf whole on one rank: a move whose target is a tensor per leaf there, and nothing elsewhere."""
+    leaves = [tree.plan.leaves[p] for p in tree.paths]
+    me = comm.everyone.ranks[comm.everyone.rank]
+    memo = tree.plan.memo.setdefault("moves", {})
+    if (tree.selection, dst) not in memo:
+        grid = Grid.of(comm)
+        source = holdings_of(tree.selection, tree.plan.leaves, comm)
+        target = one_rank([leaf.shape for leaf in leaves], grid, dst)
+        memo[tree.selection, dst] = compile_move(source, target, (grid, grid), me)
+    tensors = [x.detach() for x in tree.tensors]
+    kinds = [tensors[tree.selection.home[p]] for p in tree.paths]
+    out = [x.new_empty(leaf.shape if me == dst else 0) for leaf, x in zip(leaves, kinds, strict=True)]
+    start_move(memo[tree.selection, dst], tensors, [x.view(-1) for x in out], comm).wait()
+    return optree.tree_unflatten(tree.selection.structure, out) if me == dst else None
 
 
 def _whole_shard(parts: list[tuple[Any, Tensor]], bucket: Bucket, comm: Comm) -> Tensor:
@@ -102,20 +116,6 @@ def _gather(shard: Tensor, bucket: Bucket, axes: tuple[str, ...], comm: Comm) ->
     out = shard.new_empty(sum(sizes))
     equal = bucket.bounds.explicit is None
     return all_gather(out, shard, comm.group(axes), None if equal else sizes).wait()
-
-
-def _send(shard: Tensor, bucket: Bucket, axes: tuple[str, ...], comm: Comm, dst: int) -> Tensor | None:
-    """The buffer on dst, None elsewhere. Only dst's own replica takes part."""
-    group = comm.group(axes)
-    if dst not in group.ranks:
-        return None
-    here, at = group.ranks.index(dst) == group.rank, group.ranks.index(dst)
-    sizes = _shard_sizes(bucket, axes, comm) if here else [0] * group.size
-    out = shard.new_empty(sum(sizes))
-    none = shard.new_empty(0)
-    send = [shard.contiguous() if k == at else none for k in range(group.size)]
-    exchange(send, torch.split(out, sizes), group).wait()
-    return out if here else None
 
 
 def _coordinates(buffer: Tensor, bucket: Bucket, comm: Comm) -> Iterator[tuple[dict[str, int], Tensor]]:

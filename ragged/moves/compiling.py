@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,7 +62,7 @@ def compile_move(source: Sequence[Holding], target: Sequence[Holding], grids: tu
     for old, new in zip(source, target, strict=True):
         if 0 in old.shape:
             continue
-        key = _moving_axes(old, new, before) if before == after else None
+        key = _moving_axes(old, new, before) if before.same_as(after) else None
         leaf = _Leaf(old, new, before, after)
         sends, receipts = wires.setdefault(key, (defaultdict(list), defaultdict(list)))
         for origin, there, here in leaf.receipts(me):
@@ -70,9 +70,8 @@ def compile_move(source: Sequence[Holding], target: Sequence[Holding], grids: tu
                 copies.append((there, here))
             else:
                 receipts[origin].append(here)
-        for partner in _members(key, before, me):
-            if partner != me:
-                sends[partner] += [here for origin, here, _ in leaf.receipts(partner) if origin == me]
+        for partner, here in leaf.sends(me):
+            sends[partner].append(here)
     exchanges = []
     for key in sorted(wires, key=lambda k: (k is None, k or ())):
         sends, receipts = wires[key]
@@ -112,34 +111,39 @@ class _Leaf:
         self.old, self.new, self.before, self.after = old, new, before, after
         self.cut = old.cut_dims(before.axes) | new.cut_dims(after.axes)
         self.axes = old.cut_axes(before.axes)
-        self._cells = self._all_cells()
-
-    def _all_cells(self) -> list[tuple[Mapping[str, int], list[Part]]]:
-        """What the ranks of the source hold, by their coordinates on the axes that cut it."""
-        out: list[tuple[Mapping[str, int], list[Part]]] = []
-        for cell in coordinates(self.before.axes, self.axes):
-            parts = list(self.old.parts(self.before.axes, cell, self.cut))
-            if parts:
-                out.append((cell, parts))
-        return out
 
     def receipts(self, rank: int) -> Iterator[tuple[int, Window, Window]]:
-        """(origin, window there, window here) for all that a rank shall hold; each is right on its own rank only."""
-        wanted = list(self.new.parts(self.after.axes, self.after.coordinate[rank], self.cut))
+        """(origin, window there, window here) for all that a rank shall hold."""
+        wanted = self._wanted(rank)
         own = self.before.coordinate[rank]
-        for cell, parts in self._cells if wanted else ():
-            origin = self.before.rank_at({**own, **cell})
-            for theirs in parts:
-                for mine in wanted:
-                    box = intersect(theirs.box, mine.box)
-                    if box is not None:
-                        shape = tuple(hi - lo for lo, hi in box)
-                        there = Window(self.old.tensor, self.old.begin + theirs.offset(box), shape, theirs.strides)
-                        yield (
-                            origin,
-                            there,
-                            Window(self.new.tensor, self.new.begin + mine.offset(box), shape, mine.strides),
-                        )
+        for cell in coordinates(self.before.axes, self.axes) if wanted else ():
+            parts = list(self.old.parts(self.before.axes, cell, self.cut))
+            for there, here in self._common(parts, wanted):
+                yield self.before.rank_at({**own, **cell}), there, here
+
+    def sends(self, rank: int) -> Iterator[tuple[int, Window]]:
+        """(partner, window here) for all that others shall have from a rank, in the order of their receipts."""
+        own = self.before.coordinate[rank]
+        parts = list(self.old.parts(self.before.axes, own, self.cut))
+        rest = [a for a in self.before.axes if a not in self.axes]
+        for partner in self.before.ranks if parts else ():
+            there = self.before.coordinate[partner]
+            if partner != rank and all(there[a] == own[a] for a in rest):
+                for here, _ in self._common(parts, self._wanted(partner)):
+                    yield partner, here
+
+    def _wanted(self, rank: int) -> list[Part]:
+        return list(self.new.parts(self.after.axes, self.after.coordinate[rank], self.cut))
+
+    def _common(self, held: Sequence[Part], wanted: Sequence[Part]) -> Iterator[tuple[Window, Window]]:
+        """Windows of the source and of the target for what two ranks' parts have in common."""
+        for old in held:
+            for new in wanted:
+                box = intersect(old.box, new.box)
+                if box is not None:
+                    shape = tuple(hi - lo for lo, hi in box)
+                    here = Window(self.old.tensor, self.old.begin + old.offset(box), shape, old.strides)
+                    yield here, Window(self.new.tensor, self.new.begin + new.offset(box), shape, new.strides)
 
 
 def _joined(windows: Sequence[Window]) -> Iterator[Window]:
@@ -147,22 +151,15 @@ def _joined(windows: Sequence[Window]) -> Iterator[Window]:
     last: Window | None = None
     for window in windows:
         flat = _flat(window)
-        if (
-            last is not None
-            and flat is not None
-            and last.tensor == flat.tensor
-            and last.offset + last.shape[0] == flat.offset
-        ):
-            last = Window(last.tensor, last.offset, (last.shape[0] + flat.shape[0],), (1,))
+        if last and flat and (last.tensor, last.offset + last.shape[0]) == (flat.tensor, flat.offset):
+            last = last._replace(shape=(last.shape[0] + flat.shape[0],))
             continue
-        if last is not None:
+        if last:
             yield last
-            last = None
-        if flat is None:
+        last = flat
+        if not flat:
             yield window
-        else:
-            last = flat
-    if last is not None:
+    if last:
         yield last
 
 

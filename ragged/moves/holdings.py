@@ -16,7 +16,7 @@ from ragged.selection import Selection
 __all__ = ["Grid", "Holding", "Part", "holdings_of", "one_rank"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Grid:
     """Global ranks by mesh coordinate.
 
@@ -30,6 +30,10 @@ class Grid:
     @staticmethod
     def of(comm: Comm) -> Grid:
         return Grid(dict(comm.axes), comm.everyone.ranks)
+
+    def same_as(self, other: Grid) -> bool:
+        """Whether ranks have equal coordinates; the order of axes counts."""
+        return self.ranks == other.ranks and list(self.axes.items()) == list(other.axes.items())
 
     @cached_property
     def coordinate(self) -> Mapping[int, Mapping[str, int]]:

@@ -20,8 +20,8 @@ def best_order(
     Leaves of one label (``labels[i]`` is that of leaf i) stay together, labels ascending.
 
     Finding the best of all orders is NP-hard (Partition: two ranks, whole leaves). The orders as given, by
-    descending and by ascending block come close on real models; a fourth closes holes (`_threaded`). Of up to five leaves all orders are tried. Stops at the certificate for one
-    buffer. Ties go to the order given.
+    descending and by ascending block come close on real models; a fourth closes holes (`_threaded`). Of up to
+    five leaves all orders are tried. Stops at the certificate for one buffer. Ties go to the order given.
 
     Returns:
         None if no order has a shard size smaller than ``below``.
