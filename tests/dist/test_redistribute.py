@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ragged import ELEMENT, TENSOR, P, ShardedTree, collectives, make_mesh, plan, redistribute, shard, unshard
+from ragged import ELEMENT, TENSOR, P, ShardedTree, make_mesh, redistribute, shard, unshard
 
 TREE = {
     "w": torch.arange(13 * 6.0).view(13, 6),
