@@ -8,6 +8,8 @@ from optim.chaining import chain
 from optim.clipping import clip_by_global_norm
 from optim.decay import add_decayed_weights
 from optim.finite import ApplyIfFiniteState, apply_if_finite
+from optim.muon import MuonState, muon
+from optim.newton_schulz import newton_schulz
 from optim.norms import all_finite, global_norm
 from optim.scaling import ScaleByScheduleState, scale, scale_by_learning_rate, scale_by_schedule
 from optim.sgd import TraceState, sgd, trace
@@ -16,6 +18,7 @@ __all__ = [
     "ApplyIfFiniteState",
     "EmptyState",
     "GradientTransformation",
+    "MuonState",
     "ScaleByAdamState",
     "ScaleByScheduleState",
     "TraceState",
@@ -29,6 +32,8 @@ __all__ = [
     "global_norm",
     "identity",
     "make_step",
+    "muon",
+    "newton_schulz",
     "scale",
     "scale_by_adam",
     "scale_by_learning_rate",
