@@ -11,6 +11,7 @@ from optim.finite import ApplyIfFiniteState, apply_if_finite
 from optim.muon import MuonState, muon
 from optim.newton_schulz import newton_schulz
 from optim.norms import all_finite, global_norm
+from optim.partitioning import PartitionState, freeze, masked, partition, set_to_zero
 from optim.scaling import ScaleByScheduleState, scale, scale_by_learning_rate, scale_by_schedule
 from optim.sgd import TraceState, sgd, trace
 
@@ -19,6 +20,7 @@ __all__ = [
     "EmptyState",
     "GradientTransformation",
     "MuonState",
+    "PartitionState",
     "ScaleByAdamState",
     "ScaleByScheduleState",
     "TraceState",
@@ -29,16 +31,20 @@ __all__ = [
     "apply_updates",
     "chain",
     "clip_by_global_norm",
+    "freeze",
     "global_norm",
     "identity",
     "make_step",
+    "masked",
     "muon",
     "newton_schulz",
+    "partition",
     "scale",
     "scale_by_adam",
     "scale_by_learning_rate",
     "scale_by_schedule",
     "schedules",
+    "set_to_zero",
     "sgd",
     "trace",
 ]

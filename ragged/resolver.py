@@ -11,7 +11,7 @@ import optree
 
 from ragged.paths import flatten
 
-__all__ = ["Rules", "match_prefix", "matches", "resolve", "rules"]
+__all__ = ["Rules", "match_prefix", "matches", "resolve", "resolve_one", "rules"]
 
 Pattern = str | re.Pattern[str]
 
@@ -116,16 +116,31 @@ def _from_rules(table: Rules, paths: Sequence[str], what: str) -> list[Any]:
     for pattern in table.table:
         if not any(matches(pattern, path) for path in paths):
             raise ValueError(f"{what} rule {_text(pattern)!r} matches no leaf; correct or remove it")
-    out = []
-    for path in paths:
-        for pattern, value in table.table.items():
-            if matches(pattern, path):
-                out.append(value)
-                break
-        else:
-            known = ", ".join(repr(_text(p)) for p in table.table)[:200]
-            raise ValueError(f'no {what} for leaf {path!r}: none of {known} matches; add a rule or "**" last')
-    return out
+    return [_by_rule(table, path, what) for path in paths]
+
+
+def _by_rule(table: Rules, path: str, what: str) -> Any:
+    for pattern, value in table.table.items():
+        if matches(pattern, path):
+            return value
+    known = ", ".join(repr(_text(p)) for p in table.table)[:200]
+    raise ValueError(f'no {what} for leaf {path!r}: none of {known} matches; add a rule or "**" last')
+
+
+def resolve_one(value: Any, path: str, leaf: Any, *, what: str, is_value: Callable[[Any], bool]) -> Any:
+    """The value of one leaf, as `resolve` finds it, where the other leaves aren't known.
+
+    Raises:
+      ValueError: there is none for it.
+    """
+    if isinstance(value, Rules):
+        return _by_rule(value, path, what)
+    if is_value(value):
+        return value
+    if optree.tree_is_leaf(value, none_is_leaf=False) and callable(value):
+        return value(path, leaf)
+    table = _prefix_table(value, what, is_value)
+    return table[_prefix_of(table, path, what)]
 
 
 def _text(pattern: Pattern) -> str:
@@ -134,6 +149,20 @@ def _text(pattern: Pattern) -> str:
 
 def _from_prefix(value: Any, paths: Sequence[str], what: str, is_value: Callable[[Any], bool]) -> list[Any]:
     """Values of a prefix tree, looked up by path, so that mappings of any type may be mixed."""
+    table = _prefix_table(value, what, is_value)
+    unused = set(table)
+    out = []
+    for path in paths:
+        found = _prefix_of(table, path, what)
+        unused.discard(found)
+        out.append(table[found])
+    # An entry for a subtree without leaves (None, an empty list) is no mistake: None is structure.
+    if extra := sorted(p for p in unused if table[p] is not None):
+        raise ValueError(f"the {what} tree has an entry {extra[0]!r} that matches no leaf")
+    return out
+
+
+def _prefix_table(value: Any, what: str, is_value: Callable[[Any], bool]) -> dict[str, Any]:
     prefixes, values, _ = flatten(value, is_value, none_is_leaf=True)
     table: dict[str, Any] = {}
     for path, v in zip(prefixes, values, strict=True):
@@ -142,19 +171,16 @@ def _from_prefix(value: Any, paths: Sequence[str], what: str, is_value: Callable
         if not is_value(v):
             raise ValueError(f"{what} tree: the entry {path!r} is {brief(v)}, not a {what}")
         table[path] = v
-    unused = set(table)
-    out = []
-    for path in paths:
-        parts = path.split(".")
-        found = next((p for n in range(len(parts), -1, -1) if (p := ".".join(parts[:n])) in table), None)
-        if found is None:
-            raise ValueError(f"no {what} for leaf {path!r}: the {what} tree has no entry for it or above it")
-        unused.discard(found)
-        out.append(table[found])
-    # An entry for a subtree without leaves (None, an empty list) is no mistake: None is structure.
-    if extra := sorted(p for p in unused if table[p] is not None):
-        raise ValueError(f"the {what} tree has an entry {extra[0]!r} that matches no leaf")
-    return out
+    return table
+
+
+def _prefix_of(table: Mapping[str, Any], path: str, what: str) -> str:
+    """The longest entry above a path."""
+    parts = path.split(".")
+    found = next((p for n in range(len(parts), -1, -1) if (p := ".".join(parts[:n])) in table), None)
+    if found is None:
+        raise ValueError(f"no {what} for leaf {path!r}: the {what} tree has no entry for it or above it")
+    return found
 
 
 def brief(x: Any) -> str:
