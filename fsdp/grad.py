@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -201,7 +202,8 @@ class ValueAndGrad:
             agree("the end of the step", {}, comm.everyone, error)
             if self.data_axes is None:
                 assert loss is not None
-                agree("the losses of a step", {}, comm.everyone, _uneven_losses(loss, comm, data_axes))
+                found = _uneven_losses(loss, comm, self._model_axes(comm, data_axes), data_axes)
+                agree("the losses of a step", {}, comm.everyone, found)
         elif error is not None:
             take_part(recorder.remaining(), how, comm)
         group = comm.everyone
@@ -211,21 +213,32 @@ class ValueAndGrad:
             assert loss is not None
             return loss
         # One message for the loss and for whether anybody failed; sums of fp64 lose nothing.
-        report = torch.zeros(2, dtype=torch.float64, device=group.host)
+        report = torch.zeros(4, dtype=torch.float64, device=group.host)
         apart = comm.device.type != group.host
         value = torch.zeros((), dtype=torch.float64, device=comm.device)
         if loss is not None and error is None:
             value = loss.double()
         report[0] = 0.0 if apart else value
         report[1] = 0.0 if error is None else 1.0
+        # Zero if losses are equal along model axes, which was seen once and must stay so.
+        model = self._model_axes(comm, data_axes) if self.data_axes is None else ()
+        weight = comm.rank(model) - (axis_size(comm.axes, model) - 1) / 2
+        if not apart:
+            report[2], report[3] = weight * value, value.abs()
         all_reduce(report, group).wait()
         if report[1].item() > 0:
             agree("a step", {}, group, error)
         assert loss is not None
         total = all_reduce(value, group).wait() if apart else report[0]
+        if abs(report[2].item()) > SAME * axis_size(comm.axes, model) * report[3].item():
+            raise _other_batches(model, data_axes, "in this step")
         data = axis_size(comm.axes, data_axes)
         share = group.size if self.op == "mean" else group.size // data
         return (total / share).to(loss.dtype)
+
+    def _model_axes(self, comm: Comm, data_axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Axes along which all ranks should have the same batch and the same loss."""
+        return tuple(a for a in comm.axes if a not in data_axes and a not in self.sum_axes)
 
     def _check(
         self, trees: list[ShardedTree], args: tuple[Any, ...], argnums: tuple[int, ...], comm: Comm
@@ -268,20 +281,26 @@ class ValueAndGrad:
         return ((loss, aux), out) if self.has_aux else (loss, out)
 
 
-def _uneven_losses(loss: Tensor, comm: Comm, data_axes: tuple[str, ...]) -> ValueError | None:
+SAME = 1e-5  # losses that differ by less, relatively, differ by rounding
+
+
+def _uneven_losses(loss: Tensor, comm: Comm, model: tuple[str, ...], data_axes: tuple[str, ...]) -> ValueError | None:
     """Whether ranks along the axes that were taken for model axes have seen different data.
 
     An axis that cuts some leaf evenly and is ragged for none may be tensor parallelism (one batch, equal losses) or
     expert parallelism (a batch per rank): layouts look the same, losses don't.
     """
-    model = tuple(a for a in comm.axes if a not in data_axes)
-    group = comm.group(model)
-    values = all_gather_object(loss.item(), group)
-    if group.size == 1 or max(values) - min(values) <= 1e-3 * max(map(abs, values)):  # NaN isn't larger either
+    values = all_gather_object(loss.item(), comm.group(model))
+    if not all(map(math.isfinite, values)) or max(values) - min(values) <= SAME * max(map(abs, values)):
         return None
+    return _other_batches(model, data_axes, f"from {min(values):.6g} to {max(values):.6g}")
+
+
+def _other_batches(model: tuple[str, ...], data_axes: tuple[str, ...], which: str) -> ValueError:
     names = ", ".join(map(repr, (*data_axes, *model)))
     return ValueError(
-        f"ranks along {model} returned different losses, from {min(values):.6g} to {max(values):.6g}, but these axes "
-        "cut some leaf evenly and no leaf raggedly, so they are taken for model axes, along which all ranks see the "
-        f"same batch. If each rank has its own (expert parallelism), say value_and_grad(..., data_axes=({names},))"
+        f"ranks along {model} returned different losses, {which}, but these axes cut some leaf evenly and no leaf "
+        "raggedly, so they are taken for model axes, along which all ranks see the same batch. If each rank has its "
+        f"own (expert parallelism), say value_and_grad(..., data_axes=({names},)); if each has a part of the loss "
+        "(sequence parallelism), sum it over them first"
     )

@@ -12,27 +12,6 @@ from ragged.collectives import Group, all_gather_object, all_reduce
 __all__ = ["agree", "same"]
 
 
-def same(
-    what: str, text: str, facts: Callable[[], Mapping[str, str]], group: Group, error: Exception | None = None
-) -> None:
-    """`agree` for what happens often: one message of 16 bytes while all ranks are of one mind.
-
-    Args:
-      text: what has to be equal on all ranks.
-      facts: the same by name, asked for only if it isn't.
-      error: as in `agree`.
-    """
-    if group.size > 1:
-        raw = hashlib.blake2b(f"{what}\n{text}".encode() if error is None else b"failed", digest_size=8).digest()
-        digest = int.from_bytes(raw) >> 12  # 52 bits: exact in fp64
-        ends = all_reduce(torch.tensor([digest, -digest], dtype=torch.float64, device=group.host), group, "max").wait()
-        if ends[0].item() != -ends[1].item():
-            agree(what, {"what this rank does": what, **facts()}, group, error)
-            raise ValueError(f"{what} differs between ranks")  # in something that the facts don't show
-    if error is not None:
-        raise error
-
-
 def agree(what: str, facts: Mapping[str, str], group: Group, error: Exception | None = None) -> None:
     """Raise on every rank unless all ranks hold the same facts and none met an error.
 
@@ -46,22 +25,41 @@ def agree(what: str, facts: Mapping[str, str], group: Group, error: Exception | 
       ValueError: naming the first difference, a rank on either side and both values; or the
         failing rank and its message. The failing rank raises its own error.
     """
-    if group.size == 1:
-        if error is not None:
-            raise error
-        return
-    text = "\n".join(f"{name}\t{value}" for name, value in facts.items())
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    views = all_gather_object((digest, None if error is None else f"{error}"), group)
-    failed = [(k, message) for k, (_, message) in enumerate(views) if message is not None]
+    same(what, "\n".join(f"{name}\t{value}" for name, value in facts.items()), lambda: facts, group, error)
+
+
+def same(
+    what: str, text: str, facts: Callable[[], Mapping[str, str]], group: Group, error: Exception | None = None
+) -> None:
+    """`agree` where facts are many: one message of 16 bytes while all ranks are of one mind.
+
+    Every comparison begins with that message, so ranks that compare different things find out too.
+
+    Args:
+      text: what has to be equal on all ranks.
+      facts: the same by name, asked for only if it isn't.
+      error: as in `agree`.
+    """
+    if group.size > 1:
+        raw = hashlib.blake2b(f"{what}\n{text}".encode() if error is None else b"failed", digest_size=8).digest()
+        digest = int.from_bytes(raw) >> 12  # 52 bits: exact in fp64
+        ends = all_reduce(torch.tensor([digest, -digest], dtype=torch.float64, device=group.host), group, "max").wait()
+        if ends[0].item() != -ends[1].item():
+            _explain(what, facts, group, error)
+    if error is not None:
+        raise error
+
+
+def _explain(what: str, facts: Callable[[], Mapping[str, str]], group: Group, error: Exception | None) -> None:
+    """Find out who differs, on all ranks, and raise."""
+    failures = all_gather_object(None if error is None else f"{error}", group)
+    failed = [(k, message) for k, message in enumerate(failures) if message is not None]
+    if error is not None:
+        raise error
     if failed:
-        if error is not None:
-            raise error
         rank, message = failed[0]
         raise ValueError(f"{what}: rank {group.ranks[rank]} failed: {message}")
-    if len({d for d, _ in views}) == 1:
-        return
-    tables = all_gather_object(dict(facts), group)
+    tables = all_gather_object({"what this rank does": what, **facts()}, group)
     raise ValueError(f"{what} differs between ranks: {_difference(tables, group.ranks)}")
 
 

@@ -27,8 +27,10 @@ __all__ = [
     "all_gather_object",
     "all_reduce",
     "exchange",
+    "plain",
     "record",
     "reduce_scatter",
+    "tags",
 ]
 
 # torch 2.13 renamed these; the old names warn there, the new ones are missing before.
@@ -105,17 +107,24 @@ class Done(Pending):
         self._result = result
 
 
+def plain(x: Tensor) -> Tensor:
+    """Values as they are meant, in plain memory: no strides, no pending conjugation or sign."""
+    return x.resolve_conj().resolve_neg().contiguous()
+
+
 def _bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8)
 
 
-def _swap(sent: Sequence[Tensor | None], received: Sequence[Tensor | None], group: Group) -> list[Any]:
+def _swap(
+    sent: Sequence[Tensor | None], received: Sequence[Tensor | None], group: Group, tag: int | None = None
+) -> list[Any]:
     """Send piece k to rank k and receive from it, straight from and into place, any sizes.
 
     On gloo this beats its collectives, which go through buffers of their own. Peers are visited from the next
     rank on, so that not everybody sends to rank 0 first.
     """
-    tag = next(group.tags)
+    tag = next(group.tags) if tag is None else tag
     works = []
     for step in range(1, group.size):
         k, j = (group.rank + step) % group.size, (group.rank - step) % group.size
@@ -141,7 +150,7 @@ def all_gather(out: Tensor, shard: Tensor, group: Group, sizes: Sequence[int] | 
         return Done(out)
     if out.numel() == 0:
         return Done(out)
-    shard = shard.contiguous()
+    shard = plain(shard)
     _note("all_gather", shard.nbytes * (group.size - 1), group)
     native = out.device.type != "cpu"
     if native and sizes is None:
@@ -195,11 +204,11 @@ def reduce_scatter(full: Tensor, group: Group, sizes: Sequence[int] | None = Non
     return Pending(works, lambda: _in_order(parts, torch.add))
 
 
-def _collect(pieces: Sequence[Tensor], group: Group) -> tuple[list[Tensor], list[Any]]:
+def _collect(pieces: Sequence[Tensor], group: Group, tag: int | None = None) -> tuple[list[Tensor], list[Any]]:
     """What all ranks have for this one, in rank order, once the works are done."""
     own = pieces[group.rank]
     parts: list[Tensor] = list(own.new_empty((group.size - 1, own.numel())))
-    works = _swap(pieces, [*parts[: group.rank], None, *parts[group.rank :]], group)
+    works = _swap(pieces, [*parts[: group.rank], None, *parts[group.rank :]], group, tag)
     parts.insert(group.rank, own)
     return parts, works
 
@@ -216,10 +225,21 @@ def _in_order(parts: Sequence[Tensor], combine: Callable[..., Tensor]) -> Tensor
     return total.to(dtype)
 
 
-def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
+Tags = tuple[int, int]
+
+
+def tags(group: Group) -> Tags | None:
+    """The numbers of an all-reduce that is launched later, drawn now: in the order in which all ranks come here."""
+    return (next(group.tags), next(group.tags)) if group.size > 1 else None
+
+
+def all_reduce(x: Tensor, group: Group, op: str = "sum", drawn: Tags | None = None) -> Pending:
     """Reduce in place over the group; `op` is "sum" or "max".
 
     On the CPU in rank order: every rank gets the same bits.
+
+    Args:
+      drawn: of `tags`, where ranks may launch it in different orders.
     """
     if group.size == 1 or x.numel() == 0:
         return Done(x)
@@ -228,30 +248,33 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
         ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
         return Pending([dist.all_reduce(x, ops[op], group=group.handle, async_op=True)], lambda: x)
     combine: Any = {"sum": torch.add, "max": torch.maximum}[op]
+    first, second = drawn or (next(group.tags), next(group.tags))
     flat = x.reshape(-1)
     if flat.nbytes <= SMALL:
         _note("all_reduce", flat.nbytes * (group.size - 1), group)
-        parts, works = _collect([flat] * group.size, group)
+        parts, works = _collect([flat] * group.size, group, first)
         return Pending(works, lambda: x.copy_(_in_order(parts, combine).view_as(x)))
     share = -(-flat.numel() // group.size)
     pieces = [flat[k * share : (k + 1) * share] for k in range(group.size)]
     _note("all_reduce", flat.nbytes - pieces[group.rank].nbytes + pieces[group.rank].nbytes * (group.size - 1), group)
-    parts, works = _collect(pieces, group)
-    return _Rejoin(x, flat, pieces, Pending(works, lambda: _in_order(parts, combine)), group)
+    parts, works = _collect(pieces, group, first)
+    return _Rejoin(x, flat, pieces, Pending(works, lambda: _in_order(parts, combine)), group, second)
 
 
 class _Rejoin(Pending):
     """The second half of a large all-reduce: everybody gets the reduced shares."""
 
-    def __init__(self, x: Tensor, flat: Tensor, pieces: Sequence[Tensor], reduced: Pending, group: Group) -> None:
+    def __init__(
+        self, x: Tensor, flat: Tensor, pieces: Sequence[Tensor], reduced: Pending, group: Group, tag: int
+    ) -> None:
         self._result = None
-        self._parts = x, flat, pieces, reduced, group
+        self._parts = x, flat, pieces, reduced, group, tag
 
     def wait(self) -> Tensor:
         if self._result is None:
-            x, flat, pieces, reduced, group = self._parts
+            x, flat, pieces, reduced, group, tag = self._parts
             pieces[group.rank].copy_(reduced.wait())
-            for work in _swap([pieces[group.rank]] * group.size, pieces, group):
+            for work in _swap([pieces[group.rank]] * group.size, pieces, group, tag):
                 work.wait()
             self._result = x if x.data_ptr() == flat.data_ptr() else x.copy_(flat.view_as(x))
         return self._result

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 __all__ = ["Group", "make_group"]
 
-_TAGS = 1 << 16  # messages of one group that can be told apart while in flight
+_TAGS = 1 << 12  # messages of one group that can be told apart while in flight
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ _groups: dict[tuple[tuple[int, ...], str], tuple[Any, Group]] = {}
 
 def _tags(ranks: tuple[int, ...]) -> Iterator[int]:
     """Equal on all members, and with hardly a chance to meet those of another group of the same ranks."""
-    digest = hashlib.blake2b(repr(ranks).encode(), digest_size=2).digest()
-    base = (1 << 30) + (int.from_bytes(digest) >> 2) * _TAGS
-    return itertools.cycle(range(base, base + _TAGS))
+    digest = int.from_bytes(hashlib.blake2b(repr(ranks).encode(), digest_size=4).digest())
+    base = (1 << 30) + (digest >> 2) // _TAGS * _TAGS
+    return (base + i % _TAGS for i in itertools.count())
 
 
 def _device_group(siblings: Sequence[tuple[int, ...]], ranks: tuple[int, ...]) -> Any:

@@ -112,6 +112,11 @@ class Comm:
             raise ValueError(f"process {dist.get_rank()} is not in the mesh {self.mesh.mesh.tolist()}")
         return dict(zip(self.axes, found, strict=True))
 
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks in row-major order of coordinates."""
+        return tuple(self.mesh.mesh.flatten().tolist())
+
     @property
     def device(self) -> torch.device:
         kind = self.mesh.device_type

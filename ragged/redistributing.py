@@ -6,6 +6,7 @@ from typing import Any
 
 import optree
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ragged.agree import same
@@ -17,7 +18,7 @@ from ragged.plans import Plan
 from ragged.resolver import brief, resolve
 from ragged.selection import Selection, select
 from ragged.spec import P
-from ragged.tree import ShardedTree
+from ragged.tree import ShardedTree, refuse_traced
 
 __all__ = ["redistribute"]
 
@@ -40,7 +41,7 @@ def redistribute(tree: ShardedTree, to: Any) -> ShardedTree:
 
     Raises:
       ValueError: on all ranks: a path or shape that `to` doesn't have, a mesh of other ranks, a spec that doesn't
-        fit, or ranks that want different moves.
+        fit, or ranks that want different moves. Inside a differentiated function: a move has no gradient.
 
     Example:
       >>> import torch
@@ -60,11 +61,13 @@ def redistribute(tree: ShardedTree, to: Any) -> ShardedTree:
     comm, error, made, move = tree.plan.bound(), None, None, None
     facts = {"layout": tree.plan.fingerprint, "leaves": str(tree.paths)}
     try:
+        refuse_traced(tree, "redistribute")
         facts["dtypes"] = str([str(x.dtype) for x in tree.tensors])
         made = _target(tree, to, comm)
         facts["new layout"] = made.fingerprint
-        facts["new mesh"] = str(made.bound().everyone.ranks)  # the axes are in the layout; mesh.mesh is slow to ask
-        selection, move, dtypes = _compiled(tree, made, comm)
+        facts["new mesh"] = str(made.bound().ranks)  # the axes are in the layout; mesh.mesh is slow to ask
+        selection = _selected(made, tree.selection)
+        move, dtypes = _compiled(tree, made, selection, comm)
     except Exception as caught:
         error = caught
     same("redistribute", repr(facts), lambda: facts, comm.everyone, error)
@@ -79,9 +82,7 @@ def redistribute(tree: ShardedTree, to: Any) -> ShardedTree:
         for a, b in piece.bucket.local_gaps(rank, piece.start, piece.stop):
             out[a:b] = 0
         target.append(out)
-    # Windows and messages are of plain memory: no strides, no pending conjugation or sign.
-    source = [x.detach().resolve_conj().resolve_neg().contiguous() for x in tree.tensors]
-    start_move(move, source, target, comm).wait()
+    start_move(move, [x.detach() for x in tree.tensors], target, comm).wait()
     return ShardedTree(made, selection, target)
 
 
@@ -89,10 +90,10 @@ def _target(tree: ShardedTree, to: Any, comm: Comm) -> Plan:
     """The plan that `to` stands for, on the tree's ranks."""
     if isinstance(to, Plan):
         made = to if to.mesh is not None else to.bind(comm.mesh)
-        if sorted(made.bound().everyone.ranks) != sorted(comm.everyone.ranks):
+        if sorted(made.bound().ranks) != sorted(comm.ranks):
             raise ValueError(
-                f"redistribute: the new layout is for ranks {sorted(made.bound().everyone.ranks)}, the tree lies on "
-                f"{sorted(comm.everyone.ranks)}; moves stay within one set of ranks"
+                f"redistribute: the new layout is for ranks {sorted(made.bound().ranks)}, the tree lies on "
+                f"{sorted(comm.ranks)}; moves stay within one set of ranks"
             )
         for path in tree.paths:
             if path not in made.leaves or made.leaves[path].shape != tree.plan.leaves[path].shape:
@@ -101,21 +102,17 @@ def _target(tree: ShardedTree, to: Any, comm: Comm) -> Plan:
                     f"redistribute: leaf {path!r} of shape {tree.plan.leaves[path].shape} {has} in the new layout"
                 )
         return made
+    leaves = [Shaped(tree.plan.leaves[p].shape, tree.plan.leaves[p].dtype) for p in tree.paths]
+    skeleton = optree.tree_unflatten(tree.selection.structure, leaves)
+    where = (list(tree.paths), leaves)
+    specs = tuple(resolve(to, skeleton, what="spec", is_value=_is_spec, paths_leaves=where))
+    for path, value in zip(tree.paths, specs, strict=True):
+        if not _is_spec(value):
+            raise ValueError(f"spec for leaf {path!r} is {brief(value)}, expected P(...) or None")
     memo = tree.plan.memo.setdefault("respecced", {})
-    token = _hashable(to)
-    if token is None or (tree.selection, token) not in memo:
-        leaves = [Shaped(tree.plan.leaves[p].shape, tree.plan.leaves[p].dtype) for p in tree.paths]
-        skeleton = optree.tree_unflatten(tree.selection.structure, leaves)
-        where = (list(tree.paths), leaves)
-        specs = resolve(to, skeleton, what="spec", is_value=_is_spec, paths_leaves=where)
-        for path, value in zip(tree.paths, specs, strict=True):
-            if not _is_spec(value):
-                raise ValueError(f"spec for leaf {path!r} is {brief(value)}, expected P(...) or None")
-        made = replan(tree.plan, dict(zip(tree.paths, specs, strict=True)))
-        if token is None:
-            return made
-        memo[tree.selection, token] = made
-    found: Plan = memo[tree.selection, token]
+    if (tree.selection, specs) not in memo:
+        memo[tree.selection, specs] = replan(tree.plan, dict(zip(tree.paths, specs, strict=True)))
+    found: Plan = memo[tree.selection, specs]
     return found
 
 
@@ -123,18 +120,21 @@ def _is_spec(x: Any) -> bool:
     return x is None or isinstance(x, P)
 
 
-def _hashable(spec: Any) -> Any:
-    """A key for a spec that is one value; others are resolved anew."""
-    return ("spec", spec) if _is_spec(spec) else None
+def _selected(made: Plan, like: Selection) -> Selection:
+    """The leaves of a selection in another plan: in that very one, since equal plans may differ in what is frozen."""
+    memo = made.memo.setdefault("selections", {})
+    if like not in memo:
+        memo[like] = select(made, like.structure, like.paths)
+    found: Selection = memo[like]
+    return found
 
 
-def _compiled(tree: ShardedTree, made: Plan, comm: Comm) -> tuple[Selection, Move, list[torch.dtype]]:
-    """The selection in the new layout, this rank's move, and the dtypes of the new tensors; kept with the plan."""
+def _compiled(tree: ShardedTree, made: Plan, selection: Selection, comm: Comm) -> tuple[Move, list[torch.dtype]]:
+    """This rank's move, and the dtypes of the new tensors; kept with the tree's plan."""
     memo = tree.plan.memo.setdefault("moves", {})
     kinds = tuple(x.dtype for x in tree.tensors)
     token = tree.selection, made, made.bound().mesh, kinds
     if token not in memo:
-        selection = select(made, tree.selection.structure, tree.paths)
         found: dict[int, torch.dtype] = {}
         for path in tree.paths:
             dtype = kinds[tree.selection.home[path]]
@@ -147,8 +147,7 @@ def _compiled(tree: ShardedTree, made: Plan, comm: Comm) -> tuple[Selection, Mov
         there = made.bound()
         old = holdings_of(tree.selection, tree.plan.leaves, comm)
         new = holdings_of(selection, made.leaves, there)
-        me = comm.everyone.ranks[comm.everyone.rank]
-        move = compile_move(old, new, (Grid.of(comm), Grid.of(there)), me)
-        memo[token] = selection, move, [found[i] for i in range(len(selection.pieces))]
-    out: tuple[Selection, Move, list[torch.dtype]] = memo[token]
+        move = compile_move(old, new, (Grid.of(comm), Grid.of(there)), dist.get_rank())
+        memo[token] = move, [found[i] for i in range(len(selection.pieces))]
+    out: tuple[Move, list[torch.dtype]] = memo[token]
     return out

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ragged.collectives import Done, Group, Pending, all_reduce, reduce_scatter
+from ragged.collectives import Done, Group, Pending, all_reduce, reduce_scatter, tags
 from ragged.layout import Bucket, axis_size
 from ragged.mesh import Comm
 
@@ -66,11 +66,12 @@ class _Rest(Pending):
 
     def __init__(self, scattered: Pending, group: Group, divisor: int) -> None:
         self._scattered, self._group, self._divisor = scattered, group, divisor
+        self._tags = tags(group)
         self._result = None
 
     def wait(self) -> Tensor:
         if self._result is None:
-            shard = all_reduce(self._scattered.wait(), self._group).wait()
+            shard = all_reduce(self._scattered.wait(), self._group, drawn=self._tags).wait()
             self._result = shard.div_(self._divisor) if self._divisor > 1 else shard
             self._scattered = Done(self._result)
         return self._result

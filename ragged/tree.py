@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import optree
+import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from ragged.buffer import DBuffer
 from ragged.plans import Plan
 from ragged.selection import Piece, Selection, child, keys
 
-__all__ = ["Life", "ShardedTree", "sharded_trees"]
+__all__ = ["Life", "ShardedTree", "refuse_traced", "sharded_trees"]
 
 
 class Life:
@@ -211,6 +212,19 @@ class ShardedTree:
         dead = next((c for life in self._lives if (c := life.cause(self.selection.pieces))), None)
         state = f"donated to {dead}" if dead else f"{len(self._tensors)} local buffers"
         return f"ShardedTree({len(self.paths)} leaves of {self.plan!r}, {state})"
+
+
+def refuse_traced(tree: ShardedTree, what: str) -> None:
+    """Raise for a tree that a loss is differentiated with respect to: what follows would have no gradient.
+
+    Raises:
+      ValueError: naming what was tried.
+    """
+    if tree.scope is not None and torch.is_grad_enabled():
+        raise ValueError(
+            f"{what} inside a differentiated function has no gradient; use the tree through gathered functions, or "
+            f"do it before or after the step"
+        )
 
 
 class _Aux:

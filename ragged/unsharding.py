@@ -23,7 +23,7 @@ from ragged.reduction import reduce_buffer, reduction
 from ragged.resolver import brief
 from ragged.selection import whole
 from ragged.sharding import mesh_facts
-from ragged.tree import ShardedTree
+from ragged.tree import ShardedTree, refuse_traced
 
 __all__ = ["reduce_scatter", "unshard"]
 
@@ -33,11 +33,12 @@ def unshard(tree: ShardedTree, *, dst: int | None = None) -> Any:
 
     Args:
       tree: any selection.
-      dst: global rank that gets them, None for every rank. Other ranks get None, and hold no
-        more than their shards at any time.
+      dst: global rank that gets them, None for every rank. Other ranks get None; they hold their
+        shards, and one copy of them while it is sent.
 
     Raises:
-      ValueError: `dst` is not a rank of the tree's mesh.
+      ValueError: on all ranks: `dst` is not a rank of the tree's mesh, or the tree is inside a differentiated
+        function.
 
     Example:
       >>> import torch
@@ -51,6 +52,7 @@ def unshard(tree: ShardedTree, *, dst: int | None = None) -> Any:
     try:
         if dst is not None and dst not in comm.everyone.ranks:
             raise ValueError(f"dst={dst} is not a rank of the mesh {comm.mesh.mesh.tolist()}")
+        refuse_traced(tree, "unshard")
         facts["dtypes"] = str([str(x.dtype) for x in tree.tensors])
     except Exception as caught:
         error = caught
@@ -175,6 +177,8 @@ def _contributions(tree: Any, plan: Plan, op: str) -> dict[str, Tensor]:
             raise ValueError(f"contribution {path!r} is no tensor with values, but {brief(x)}")
         if tuple(x.shape) != leaf.local_shape:
             raise ValueError(f"contribution {path!r} has shape {tuple(x.shape)}, expected {leaf.local_shape}")
+        if x.dtype.is_floating_point and x.dtype.itemsize == 1:
+            raise ValueError(f"contribution {path!r} is {x.dtype}, which can't be summed; cast it to a wider dtype")
         if op == "mean" and not (x.is_floating_point() or x.is_complex()):
             raise ValueError(f'contribution {path!r} is {x.dtype}: a mean needs floats; use op="sum"')
     for bucket in plan.buckets:

@@ -29,7 +29,7 @@ class Grid:
 
     @staticmethod
     def of(comm: Comm) -> Grid:
-        return Grid(dict(comm.axes), comm.everyone.ranks)
+        return Grid(dict(comm.axes), comm.ranks)
 
     def same_as(self, other: Grid) -> bool:
         """Whether ranks have equal coordinates; the order of axes counts."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ragged.collectives import Pending, exchange
+from ragged.collectives import Pending, exchange, plain
 from ragged.mesh import Comm
 from ragged.moves.compiling import Exchange, Move, Window
 
@@ -42,6 +42,7 @@ def start_move(move: Move, source: Sequence[Tensor], target: Sequence[Tensor], c
     `source` must not change, and what the move fills of `target` is undefined, until `wait`. A message that is
     one window is sent from, or received into, its place; others are packed.
     """
+    source = [plain(x) for x in source]
     arriving = [_launch(each, source, target, comm) for each in move.exchanges]
     for here, there in move.copies:
         _view(target, there).copy_(_view(source, here))
