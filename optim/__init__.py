@@ -2,8 +2,10 @@
 
 from optim import schedules
 from optim.adam import ScaleByAdamState, adamw, scale_by_adam
+from optim.adam8bit import ScaleByAdam8bitState, adamw8bit
 from optim.applying import apply_updates, make_step
 from optim.base import EmptyState, GradientTransformation, identity
+from optim.bytes_state import Blockwise
 from optim.chaining import chain
 from optim.clipping import clip_by_global_norm
 from optim.decay import add_decayed_weights
@@ -17,14 +19,17 @@ from optim.sgd import TraceState, sgd, trace
 
 __all__ = [
     "ApplyIfFiniteState",
+    "Blockwise",
     "EmptyState",
     "GradientTransformation",
     "MuonState",
     "PartitionState",
+    "ScaleByAdam8bitState",
     "ScaleByAdamState",
     "ScaleByScheduleState",
     "TraceState",
     "adamw",
+    "adamw8bit",
     "add_decayed_weights",
     "all_finite",
     "apply_if_finite",

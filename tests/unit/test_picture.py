@@ -74,7 +74,6 @@ class Terminal(io.StringIO):
 
 
 def test_colours_change_no_character() -> None:
-    pytest.importorskip("rich")
     p = layered(3, ranks=40)
     text = visualize(p, color=True)
     assert "\x1b[" in text
@@ -84,7 +83,6 @@ def test_colours_change_no_character() -> None:
 
 
 def test_a_leaf_has_its_colour_in_its_row_and_in_the_bar() -> None:
-    pytest.importorskip("rich")
     text = visualize(plan({"m": {"a": ((32, 8), F32), "b": ((16, 16), F32)}}, {"fsdp": 2}, RAGGED), color=True)
     marks = [set(re.findall("\x1b\\[(38;5;\\d+)m", line)) for line in text.splitlines()]
     _, _, a, b, _, bar = marks
@@ -105,7 +103,6 @@ def test_a_leaf_has_its_colour_in_its_row_and_in_the_bar() -> None:
 def test_colours_on_terminals(
     monkeypatch: pytest.MonkeyPatch, terminal: bool, no_color: str, rich: bool, colored: bool
 ) -> None:
-    pytest.importorskip("rich")
     monkeypatch.setattr(sys, "stdout", Terminal() if terminal else io.StringIO())
     monkeypatch.setenv("NO_COLOR", no_color)
     if not rich:
