@@ -27,7 +27,7 @@ def train(
     mesh = make_mesh(shape, axes, device_type="cpu")
     layout = plan(gpt.shapes(**SIZES, dtype=dtype), mesh, gpt.specs(), units=["layers.*"])
     params = init(layout, gpt.INITIALIZERS, seed=0)
-    tx = adamw(RATE, eps=EPS[dtype], weight_decay=DECAY)
+    tx = adamw(RATE, eps=EPS, weight_decay=DECAY)
     state, step_fn, loss_and_grad = tx.init(params), make_step(tx), value_and_grad(gpt.loss_fn)
     losses = []
     for step in range(STEPS):
