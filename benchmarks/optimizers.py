@@ -90,8 +90,9 @@ def main() -> None:
         ratio = statistics.median(a / b for a, b in zip(spent, times["adamw"], strict=True))
         print(f"{name:<18}{statistics.median(spent) * 1e3:>9.1f}{ratio:>10.2f}{made[name][1]:>13.3f}")
     print(f"\n{'relative error':<18}" + "".join(f"{f'sigma {s:g}':>12}" for s in (0, 0.5, 1, 2)))
-    for name, block in (("256", 256), ("32 x 32", (32, 32))):
-        print(f"{name:<18}" + "".join(f"{error(s, block):>12.4f}" for s in (0, 0.5, 1, 2)))  # type: ignore[arg-type]
+    blocks: dict[str, int | tuple[int, int]] = {"256": 256, "32 x 32": (32, 32)}
+    for name, block in blocks.items():
+        print(f"{name:<18}" + "".join(f"{error(s, block):>12.4f}" for s in (0, 0.5, 1, 2)))
 
 
 if __name__ == "__main__":

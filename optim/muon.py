@@ -19,6 +19,7 @@ from optim.roots import orthogonalized
 from optim.scaling import new_count
 from optim.schedules import Schedule
 from ragged import ShardedTree
+from ragged.paths import Shaped
 from ragged.resolver import resolve
 
 __all__ = ["MuonState", "muon"]
@@ -95,8 +96,16 @@ def muon(
         y = iterate(x)
         return y if factor == 1.0 else (y.to(_wide(y)) * factor).to(y.dtype)
 
+    recipes: dict[Any, dict[str, Matrices]] = {}  # by names and shapes: patterns are resolved once
+
     def recipe(params: Any) -> dict[str, Matrices]:
         names, leaves = global_leaves(params)
+        key = tuple((name, tuple(leaf.shape)) for name, leaf in zip(names, leaves, strict=True))
+        if key not in recipes:
+            recipes[key] = resolved(names, leaves)
+        return recipes[key]
+
+    def resolved(names: list[str], leaves: list[Shaped]) -> dict[str, Matrices]:
         where = (names, leaves)
         patterns = resolve(matrix, None, what="matrix pattern", is_value=_is_pattern, paths_leaves=where)
         sections = resolve(split, None, what="split", is_value=_is_split, paths_leaves=where)

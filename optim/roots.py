@@ -108,7 +108,7 @@ def _route(
     facts |= {"plan": tree.plan.fingerprint}
     same("the roots of matrices", repr(facts), lambda: facts, comm.everyone)
     grid = Grid.of(comm)
-    me = comm.everyone.ranks[comm.everyone.rank]
+    me = comm.me
     jobs = [
         job
         for path, held in zip(selection.paths, holdings_of(selection, leaves, comm), strict=True)
@@ -196,7 +196,7 @@ def _home(held: Holding, grid: Grid) -> int | None:
 def _stop(jobs: Sequence[Job], roots: Sequence[Sequence[int]], grid: Grid, me: int) -> Stop:
     """Stacks of equal jobs on this rank, and the moves from shards into them and back."""
     here = grid.ranks.index(me)
-    stacks: dict[tuple[object, tuple[int, ...]], int] = {}
+    stacks: dict[tuple[Matrices | None, tuple[int, ...]], int] = {}
     counts: list[int] = []
     places: list[tuple[int, int]] = []
     for job, at in zip(jobs, roots, strict=True):
@@ -220,7 +220,7 @@ def _stop(jobs: Sequence[Job], roots: Sequence[Sequence[int]], grid: Grid, me: i
     wholes = tuple(whole for whole, _ in stacks)
     there = compile_move(source, target, (grid, grid), me)
     back = compile_move(target, source, (grid, grid), me)
-    return Stop(shapes, wholes, there, back)  # type: ignore[arg-type]
+    return Stop(shapes, wholes, there, back)
 
 
 def _only(at: int, job: Job) -> Callable[[int], tuple[int, int]]:

@@ -86,7 +86,7 @@ def _gathering(tree: ShardedTree, comm: Comm) -> Move:
             new.append(Holding(leaf.shape, leaf.spec.dims, (), functools.partial(_all, leaf.size), i, 0))
         grid = Grid.of(comm)
         old = holdings_of(tree.selection, tree.plan.leaves, comm)
-        memo[tree.selection] = compile_move(old, new, (grid, grid), comm.everyone.ranks[comm.everyone.rank])
+        memo[tree.selection] = compile_move(old, new, (grid, grid), comm.me)
     return memo[tree.selection]
 
 
@@ -205,7 +205,7 @@ def _load(path: str, x: Any, plan: Plan, comm: Comm) -> _Load:
     except ValueError as error:
         raise ValueError(f"from_dtensor: leaf {path!r} of shape {leaf.shape}: {error}") from None
     if cut is not None:
-        here = where.grid.coordinate[comm.everyone.ranks[comm.everyone.rank]]
+        here = where.grid.coordinate[comm.me]
         want = tuple(stop - start for start, stop in where.pieces(cut, leaf.shape).box(where.grid.axes, here))
         detached: Any = x.detach()
         has = detached.to_local()
@@ -249,6 +249,6 @@ def _moves(selection: Selection, loads: Mapping[str, _Load], plan: Plan, comm: C
             _, before, after = sides.setdefault(where.text if where.foreign else "", (where.grid, [], []))
             before.append(replace(where.pieces(cut, new.shape), tensor=i))
             after.append(new)
-        me, there = comm.everyone.ranks[comm.everyone.rank], Grid.of(comm)
+        me, there = comm.me, Grid.of(comm)
         memo[selection, cuts] = [compile_move(old, new, (grid, there), me) for grid, old, new in sides.values()]
     return memo[selection, cuts]

@@ -113,6 +113,11 @@ class Comm:
         return dict(zip(self.axes, found, strict=True))
 
     @cached_property
+    def me(self) -> int:
+        """This process's global rank."""
+        return dist.get_rank()
+
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks in row-major order of coordinates."""
         return tuple(self.mesh.mesh.flatten().tolist())

@@ -6,7 +6,6 @@ from typing import Any
 
 import optree
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ragged.agree import same
@@ -34,7 +33,7 @@ def redistribute(tree: ShardedTree, to: Any) -> ShardedTree:
       tree: any selection, of any dtype.
       to: a plan with the same paths and shapes (and maybe more), with other units, blocks or order, or on another
         mesh of the same ranks; or a spec as for `plan`: then units, alignment and what an optimizer
-        asked for stay as they are.
+        asked for stay as they are. Paths are full ones, for a subtree too.
 
     Returns:
       A tree with the structure and dtypes of `tree`, independent of its storage; padding is zero.
@@ -147,7 +146,7 @@ def _compiled(tree: ShardedTree, made: Plan, selection: Selection, comm: Comm) -
         there = made.bound()
         old = holdings_of(tree.selection, tree.plan.leaves, comm)
         new = holdings_of(selection, made.leaves, there)
-        move = compile_move(old, new, (Grid.of(comm), Grid.of(there)), dist.get_rank())
+        move = compile_move(old, new, (Grid.of(comm), Grid.of(there)), comm.me)
         memo[token] = move, [found[i] for i in range(len(selection.pieces))]
     out: tuple[Move, list[torch.dtype]] = memo[token]
     return out

@@ -165,7 +165,7 @@ def _receive(
     out: Sequence[Tensor], selection: Selection, made: Plan, tensors: Mapping[str, Tensor], comm: Comm, src: int
 ) -> None:
     """Move the leaves from `src`, which holds them whole, to everybody's shards."""
-    me, grid = comm.everyone.ranks[comm.everyone.rank], Grid.of(comm)
+    me, grid = comm.me, Grid.of(comm)
     source = one_rank([made.leaves[p].shape for p in selection.paths], grid, src)
     move = compile_move(source, holdings_of(selection, made.leaves, comm), (grid, grid), me)
     # Only the source's values are read; others may have meta tensors.

@@ -81,7 +81,7 @@ def unshard(tree: ShardedTree, *, dst: int | None = None) -> Any:
 def _to_one(tree: ShardedTree, dst: int, comm: Comm) -> Any:
     """Every leaf whole on one rank: a move whose target is a tensor per leaf there, and nothing elsewhere."""
     leaves = [tree.plan.leaves[p] for p in tree.paths]
-    me = comm.everyone.ranks[comm.everyone.rank]
+    me = comm.me
     memo = tree.plan.memo.setdefault("moves", {})
     if (tree.selection, dst) not in memo:
         grid = Grid.of(comm)
