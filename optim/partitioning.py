@@ -51,8 +51,16 @@ def partition(transformations: Mapping[Any, GradientTransformation], labels: Any
     """
     known = dict(transformations)
 
+    tables: dict[Any, dict[str, Any]] = {}  # by names and shapes: labels are resolved once
+
     def labelled(params: Any) -> dict[str, Any]:
         names, leaves = global_leaves(params)
+        key = _partial(params), tuple((name, *leaf) for name, leaf in zip(names, leaves, strict=True))
+        if key not in tables:
+            tables[key] = resolved(params, names, leaves)
+        return tables[key]
+
+    def resolved(params: Any, names: list[str], leaves: list[Shaped]) -> dict[str, Any]:
         how: Any = {"what": "label", "is_value": _is_label(known)}
         if _partial(params):  # inside another partition the labels may speak of leaves that aren't here
             found = [resolve_one(labels, name, leaf, **how) for name, leaf in zip(names, leaves, strict=True)]
