@@ -6,10 +6,11 @@ from optim.adam8bit import ScaleByAdam8bitState, adamw8bit
 from optim.applying import apply_updates, make_step
 from optim.base import EmptyState, GradientTransformation, identity
 from optim.bytes_state import Blockwise
-from optim.chaining import chain
+from optim.chaining import chain, named_chain
 from optim.clipping import clip_by_global_norm
 from optim.decay import add_decayed_weights
 from optim.finite import ApplyIfFiniteState, apply_if_finite
+from optim.injecting import InjectHyperparamsState, inject_hyperparams
 from optim.muon import MuonState, muon
 from optim.newton_schulz import newton_schulz
 from optim.norms import all_finite, global_norm
@@ -22,6 +23,7 @@ __all__ = [
     "Blockwise",
     "EmptyState",
     "GradientTransformation",
+    "InjectHyperparamsState",
     "MuonState",
     "PartitionState",
     "ScaleByAdam8bitState",
@@ -39,9 +41,11 @@ __all__ = [
     "freeze",
     "global_norm",
     "identity",
+    "inject_hyperparams",
     "make_step",
     "masked",
     "muon",
+    "named_chain",
     "newton_schulz",
     "partition",
     "scale",

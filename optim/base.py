@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import optree
@@ -16,6 +16,7 @@ __all__ = [
     "Blocks",
     "EmptyState",
     "GradientTransformation",
+    "Labels",
     "first_tensor",
     "global_leaves",
     "identity",
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 Blocks = Callable[[str, tuple[int, ...], torch.dtype], "tuple[Any, int] | None"]
+Labels = Callable[[str, tuple[int, ...], torch.dtype], Hashable]
 
 
 class GradientTransformation(NamedTuple):
@@ -37,6 +39,8 @@ class GradientTransformation(NamedTuple):
         overwrite all three. Use `make_step`, which falls back on `update`.
       blocks: `blocks(path, shape, dtype) -> (block, start alignment) | None`: what must not be cut
         between ranks, from global shapes. Pass the transformation to `plan(optimizer=)`.
+      labels: `labels(path, shape, dtype)`: leaves with equal ones are updated together, so the plan makes them
+        neighbours in their buckets, and each of `partition`'s selections is one interval of a buffer.
 
     Trees may be sharded, plain, or mixed pytrees of both: a sharded tree is a pytree of a few
     flat buffers, so the same code serves all.
@@ -48,6 +52,7 @@ class GradientTransformation(NamedTuple):
     update: Callable[[Any, Any, Any], tuple[Any, Any]]
     step: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
     blocks: Blocks | None = None
+    labels: Labels | None = None
 
 
 class EmptyState(NamedTuple):

@@ -59,4 +59,4 @@ def apply_if_finite(inner: GradientTransformation) -> GradientTransformation:
             params = optree.tree_map(lambda p, u: p.add_(u), params, updates)
         return params, ApplyIfFiniteState(inner_state, state.total_notfinite)
 
-    return GradientTransformation(init_fn, update_fn, step_fn, inner.blocks)
+    return GradientTransformation(init_fn, update_fn, step_fn, inner.blocks, inner.labels)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from optim.base import Blocks, EmptyState, GradientTransformation, global_leaves, identity, is_sharded
+from optim.base import Blocks, EmptyState, GradientTransformation, Labels, global_leaves, identity, is_sharded
 from ragged import ShardedTree, combine
 from ragged.paths import Shaped
-from ragged.resolver import brief, resolve, resolve_one
+from ragged.resolver import brief, one_by_one, resolve
 from ragged.structure import partition as parted
 
 __all__ = ["PartitionState", "freeze", "masked", "partition", "set_to_zero"]
@@ -63,7 +63,8 @@ def partition(transformations: Mapping[Any, GradientTransformation], labels: Any
     def resolved(params: Any, names: list[str], leaves: list[Shaped]) -> dict[str, Any]:
         how: Any = {"what": "label", "is_value": _is_label(known)}
         if _partial(params):  # inside another partition the labels may speak of leaves that aren't here
-            found = [resolve_one(labels, name, leaf, **how) for name, leaf in zip(names, leaves, strict=True)]
+            label_of = one_by_one(labels, **how)
+            found = [label_of(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
         else:
             found = resolve(labels, None, paths_leaves=(names, leaves), **how)
         for name, label in zip(names, found, strict=True):
@@ -99,7 +100,7 @@ def partition(transformations: Mapping[Any, GradientTransformation], labels: Any
         # new tree objects on the same storage: the ones passed in are dead now
         return optree.tree_map(lambda x: x, _joined(parts)), PartitionState(states)
 
-    return GradientTransformation(init_fn, update_fn, step_fn, _blocks(known, labels))
+    return GradientTransformation(init_fn, update_fn, step_fn, *_requests(known, labels))
 
 
 def _partial(tree: Any) -> bool:
@@ -119,17 +120,27 @@ def _check(path: str, label: Any, known: Mapping[Any, Any]) -> None:
         raise ValueError(f"leaf {path!r} has label {brief(label)}; the labels are {brief(list(known))}")
 
 
-def _blocks(known: Mapping[Any, GradientTransformation], labels: Any) -> Blocks | None:
-    if all(tx.blocks is None for tx in known.values()):
-        return None
+def _requests(known: Mapping[Any, GradientTransformation], labels: Any) -> tuple[Blocks | None, Labels]:
+    """What a plan is asked for: the blocks of the transformation that each leaf has, and its label."""
+    find: list[Callable[[str, Any], Any]] = []  # made at the first question: wrong labels raise where they are used
+
+    def label_of(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        if not find:
+            find.append(one_by_one(labels, what="label", is_value=_is_label(known)))
+        label = find[0](path, Shaped(shape, dtype))
+        _check(path, label, known)
+        return label
 
     def blocks(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, int] | None:
-        label = resolve_one(labels, path, Shaped(shape, dtype), what="label", is_value=_is_label(known))
-        _check(path, label, known)
-        asks = known[label].blocks
+        asks = known[label_of(path, shape, dtype)].blocks
         return None if asks is None else asks(path, shape, dtype)
 
-    return blocks
+    def nested(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        label = label_of(path, shape, dtype)
+        inner = known[label].labels
+        return label if inner is None else (label, inner(path, shape, dtype))
+
+    return (None if all(tx.blocks is None for tx in known.values()) else blocks), nested
 
 
 def _part(tree: Any, table: Mapping[str, Any], label: Any) -> Any:

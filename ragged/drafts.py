@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ Blocks = Callable[[str, tuple[int, ...], torch.dtype], tuple[Any, int] | None]
 
 
 class HasBlocks(Protocol):
-    """What `plan(optimizer=)` needs: a `GradientTransformation` has it."""
+    """What `plan(optimizer=)` needs: a `GradientTransformation` has it, and may have `labels` besides."""
 
     @property
     def blocks(self) -> Blocks | None: ...
@@ -36,6 +36,7 @@ class Draft:
       align: multiple of elements at which the leaf has to start.
       key: leaves of a unit with equal keys may share a buffer.
       requests: who asked for which block.
+      label: leaves with equal ones are to be neighbours.
     """
 
     path: str
@@ -47,6 +48,7 @@ class Draft:
     align: int
     key: tuple[Any, ...]
     requests: tuple[Request, ...]
+    label: str
 
     @property
     def item(self) -> Item:
@@ -60,6 +62,7 @@ def draft(
     axes: Mapping[str, int],
     frozen: bool,
     blocks: Blocks | None,
+    label: Hashable = "",
     known: tuple[tuple[int, ...], tuple[Request, ...]] | None = None,
 ) -> Draft:
     """Resolve the requests of a leaf's spec and of the optimizer.
@@ -82,7 +85,7 @@ def draft(
     even = tuple(sorted({a for d in spec.dims for a in d if a in axes}))
     key = (frozen, shape.dtype, ragged, even, path if spec.shares is not None else None)
     block, align = met(requests, math.prod(local))
-    return Draft(path, shape.shape, local, shape.dtype, spec, block, align, key, tuple(requests))
+    return Draft(path, shape.shape, local, shape.dtype, spec, block, align, key, tuple(requests), str(label))
 
 
 def met(requests: Sequence[Request], size: int) -> tuple[int, int]:

@@ -41,6 +41,7 @@ class LeafInfo:
       offset: start in the bucket's global buffer.
       bounds: the rank boundaries of the bucket, `bounds(k)` in O(1).
       requests: who asked for which block, e.g. `Request("optimizer", block=256, align=256)`.
+      label: the optimizer's, as text: leaves of one label are neighbours in their bucket.
     """
 
     path: str
@@ -54,6 +55,7 @@ class LeafInfo:
     offset: int
     bounds: Bounds = field(repr=False)
     requests: tuple[Request, ...] = field(default=(), repr=False)
+    label: str = field(default="", repr=False)
 
     @property
     def size(self) -> int:

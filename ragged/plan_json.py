@@ -15,7 +15,7 @@ from ragged.spec import ELEMENT, ROW, TENSOR, Block, Granularity, P
 
 __all__ = ["from_json", "to_json"]
 
-_VERSION = 2
+_VERSION = 3
 _NAMED = {g.name: g for g in (ELEMENT, ROW, TENSOR)}
 
 
@@ -67,6 +67,7 @@ def _layout(plan: Plan) -> dict[str, Any]:
                                 "block": f.block,
                                 "offset": f.offset,
                                 "requests": f.requests,
+                                "label": f.label,
                             }
                             for f in b.leaves
                         ],
@@ -118,6 +119,7 @@ def from_json(text: str, like: Any) -> Plan:
                     f["offset"],
                     bounds,
                     tuple(Request(*request) for request in f["requests"]),
+                    f["label"],
                 )
                 for f in b["leaves"]
             )

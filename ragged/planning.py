@@ -43,7 +43,7 @@ def plan(
         `(path, leaf)`, or `rules({...})`.
       units: patterns on path prefixes, e.g. `["layers.*"]`; every distinct match is gathered as
         one unit. Leaves that no pattern matches form one unit per top-level key.
-      optimizer: a transformation whose `blocks` must not be cut either.
+      optimizer: a transformation whose `blocks` must not be cut either, and whose `labels` are kept together.
       frozen: leaves that are gathered but never reduced, as a mask for the resolver.
       align: every leaf starts at a multiple of so many elements, and S is one.
       price: elements of gathered padding, over all ranks, that a collective less is worth: by default 8 MB in
@@ -82,14 +82,15 @@ def plan(
     )
     if optimizer is not None and not hasattr(optimizer, "blocks"):
         raise ValueError(f"optimizer={brief(optimizer)}: expected a GradientTransformation, or something with .blocks")
-    blocks = None if optimizer is None else optimizer.blocks
     for path, flag in zip(paths, cold, strict=True):
         if not isinstance(flag, bool):
             raise ValueError(f"frozen mask for leaf {path!r} is {brief(flag)}, expected True or False")
-    drafts = [
-        draft(path, shape, P() if s is None else s, axes, f, blocks)
-        for path, shape, s, f in zip(paths, shapes, specs, cold, strict=True)
-    ]
+    drafts = []
+    for path, shape, s, f in zip(paths, shapes, specs, cold, strict=True):
+        asked = None if f or not (shape.dtype.is_floating_point or shape.dtype.is_complex) else optimizer
+        blocks, labels = getattr(asked, "blocks", None), getattr(asked, "labels", None)
+        label = "" if labels is None else labels(path, *shape)
+        drafts.append(draft(path, shape, P() if s is None else s, axes, f, blocks, label))
     comm = Comm(mesh) if isinstance(mesh, DeviceMesh) else None
     by_path = {leaf.path: leaf for leaf in drafts}
     members = {unit.name: [by_path[path] for path in unit.paths] for unit in group_units(by_path, units)}
@@ -111,7 +112,8 @@ def replan(plan: Plan, specs: Mapping[str, P | None]) -> Plan:
         asked = tuple(r for r in leaf.requests if r.who != "spec")
         frozen = plan.buckets[leaf.bucket].frozen
         shape = Shaped(leaf.shape, leaf.dtype)
-        new = draft(path, shape, P() if spec is None else spec, plan.axes, frozen, None, (leaf.local_shape, asked))
+        known = leaf.local_shape, asked
+        new = draft(path, shape, P() if spec is None else spec, plan.axes, frozen, None, leaf.label, known)
         units[leaf.unit].append(new)
     return _assembled(list(plan.leaves), units, plan.axes, plan.align, plan.price, plan.structure, plan.comm)
 
@@ -157,7 +159,7 @@ def _pack(group: Sequence[Draft], ranks: int, align: int, price: int) -> list[tu
     if group[0].spec.shares is not None:
         return [(shares_bounds(group[0], ranks), [(group[0], 0)])]
     step = math.lcm(align, *(leaf.align for leaf in group))
-    packing = pack([leaf.item for leaf in group], ranks, align=step, price=price)
+    packing = pack([leaf.item for leaf in group], ranks, align=step, price=price, labels=[leaf.label for leaf in group])
     out = []
     for buffer in packing.buffers:
         placed = [(group[i], start) for i, start in zip(buffer.members, buffer.starts, strict=True)]
@@ -168,7 +170,7 @@ def _pack(group: Sequence[Draft], ranks: int, align: int, price: int) -> list[tu
 def _bucket(index: int, name: str, unit: str, bounds: Bounds, placed: Sequence[tuple[Draft, int]]) -> Bucket:
     frozen, dtype, ragged, even, _ = placed[0][0].key
     leaves = tuple(
-        LeafInfo(d.path, d.shape, d.local, d.dtype, d.spec, d.block, unit, index, start, bounds, d.requests)
+        LeafInfo(d.path, d.shape, d.local, d.dtype, d.spec, d.block, unit, index, start, bounds, d.requests, d.label)
         for d, start in placed
     )
     return Bucket(index, name, unit, dtype, ragged, even, bounds, leaves, frozen)

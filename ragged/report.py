@@ -216,7 +216,8 @@ def _repacked(plan: Plan, group: Sequence[Bucket], instead: Mapping[str, tuple[R
     asked = [met(instead.get(leaf.path, leaf.requests), leaf.size) for leaf in leaves]
     items = [Item(leaf.size, block) for leaf, (block, _) in zip(leaves, asked, strict=True)]
     step = math.lcm(align, *(start for _, start in asked))
-    packing = pack(items, group[0].ranks, align=step, price=plan.price)
+    labels = [leaf.label for leaf in leaves]
+    packing = pack(items, group[0].ranks, align=step, price=plan.price, labels=labels)
     return _Packed(packing.shard, len(packing.buffers))
 
 

@@ -11,7 +11,7 @@ import optree
 
 from ragged.paths import flatten
 
-__all__ = ["Rules", "match_prefix", "matches", "resolve", "resolve_one", "rules"]
+__all__ = ["Rules", "match_prefix", "matches", "one_by_one", "resolve", "rules"]
 
 Pattern = str | re.Pattern[str]
 
@@ -127,20 +127,21 @@ def _by_rule(table: Rules, path: str, what: str) -> Any:
     raise ValueError(f'no {what} for leaf {path!r}: none of {known} matches; add a rule or "**" last')
 
 
-def resolve_one(value: Any, path: str, leaf: Any, *, what: str, is_value: Callable[[Any], bool]) -> Any:
-    """The value of one leaf, as `resolve` finds it, where the other leaves aren't known.
+def one_by_one(value: Any, *, what: str, is_value: Callable[[Any], bool]) -> Callable[[str, Any], Any]:
+    """A function from a leaf's path and the leaf to its value, as `resolve` finds it, for when all leaves aren't known.
 
     Raises:
-      ValueError: there is none for it.
+      ValueError: from the function, if there is no value for a leaf.
     """
     if isinstance(value, Rules):
-        return _by_rule(value, path, what)
+        return lambda path, leaf: _by_rule(value, path, what)
     if is_value(value):
-        return value
+        return lambda path, leaf: value
     if optree.tree_is_leaf(value, none_is_leaf=False) and callable(value):
-        return value(path, leaf)
+        found: Callable[[str, Any], Any] = value
+        return found
     table = _prefix_table(value, what, is_value)
-    return table[_prefix_of(table, path, what)]
+    return lambda path, leaf: table[_prefix_of(table, path, what)]
 
 
 def _text(pattern: Pattern) -> str:
