@@ -45,7 +45,7 @@ def muon(
     roots: str = "balanced",
     ns: Callable[[Tensor], Tensor] | None = None,
     ns_steps: int = 5,
-    ns_dtype: torch.dtype = torch.bfloat16,
+    ns_dtype: torch.dtype | None = None,
     mu_dtype: torch.dtype | None = None,
 ) -> GradientTransformation:
     """Muon with decoupled weight decay, equal to `torch.optim.Muon` and the same on any mesh.
@@ -66,7 +66,7 @@ def muon(
         (`("(h d) m -> h d m", {"h": 8})`).
       split: row counts of a fused matrix's sections (`rules({"**.qkv": (512, 128, 128), "**": None})`).
       ns: another orthogonalization, of stacks `(batch, rows, cols)`; ns_steps: of the default one.
-      ns_dtype: of the moves and the iteration.
+      ns_dtype: of the moves and the iteration. By default bfloat16, but fp32 on the CPU, as few multiply bf16 fast.
       mu_dtype: of the momentum; the parameters' by default.
 
     Raises:
@@ -122,7 +122,8 @@ def muon(
 
         def ahead(g: Tensor, m: Tensor) -> Tensor:
             wide = g.to(torch.promote_types(m.dtype, torch.float32))
-            return (wide.lerp(m.to(wide.dtype), momentum) if nesterov else m).to(ns_dtype)
+            fast = torch.float32 if g.device.type == "cpu" else torch.bfloat16
+            return (wide.lerp(m.to(wide.dtype), momentum) if nesterov else m).to(ns_dtype or fast)
 
         seen = optree.tree_map(ahead, grads, mu)
         return _orthogonalized(seen, how, orthogonalize)

@@ -129,7 +129,7 @@ def test_equals_torch(rule: str, nesterov: bool, shape: tuple[int, int]) -> None
     p = w(shape, 9)
     theirs = torch.nn.Parameter(p.clone())
     opt = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.95, nesterov=nesterov, adjust_lr_fn=rule)
-    tx = muon(0.02, nesterov=nesterov, adjust_lr_fn=rule, ns=in_bf16)
+    tx = muon(0.02, nesterov=nesterov, adjust_lr_fn=rule, ns=in_bf16, ns_dtype=torch.bfloat16)
     params, step = {"w": p.clone()}, make_step(tx)
     state = tx.init(params)
     for k in (1, 2, 3):
