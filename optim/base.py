@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ragged import ShardedTree
 from ragged.paths import Shaped, first_difference, shaped
+from ragged.resolver import one_by_one, resolve
 
 __all__ = [
     "Blocks",
@@ -20,9 +21,11 @@ __all__ = [
     "first_tensor",
     "global_leaves",
     "identity",
+    "is_partial",
     "is_sharded",
     "refuse",
     "require_like",
+    "resolve_leaves",
 ]
 
 Blocks = Callable[[str, tuple[int, ...], torch.dtype], "tuple[Any, int] | None"]
@@ -112,6 +115,32 @@ def global_leaves(tree: Any) -> tuple[list[str], list[Shaped]]:
             names.append(prefix)
             leaves.append(shaped(prefix, x))
     return names, leaves
+
+
+def is_partial(tree: Any) -> bool:
+    """Whether some leaves were taken out of a tree."""
+    leaves = optree.tree_leaves(tree, is_leaf=is_sharded, none_is_leaf=True)
+    return any(x is None or (isinstance(x, ShardedTree) and len(x.paths) < len(x.plan.leaves)) for x in leaves)
+
+
+def resolve_leaves(
+    value: Any,
+    names: list[str],
+    leaves: list[Shaped],
+    partial: bool,
+    *,
+    what: str,
+    is_value: Callable[[Any], bool],
+) -> list[Any]:
+    """`ragged.resolver.resolve`. What is said of leaves that aren't there is an error, but not in a part of a tree.
+
+    Raises:
+      ValueError: a leaf without a value; in a whole tree also a value without a leaf.
+    """
+    if not partial:
+        return resolve(value, None, what=what, is_value=is_value, paths_leaves=(names, leaves))
+    value_of = one_by_one(value, what=what, is_value=is_value)
+    return [value_of(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
 
 
 def require_like(params: Any, tree: Any, what: str) -> None:

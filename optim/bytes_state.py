@@ -9,11 +9,11 @@ import optree
 import torch
 from torch import Tensor
 
-from optim.base import global_leaves, is_sharded, require_like
+from optim.base import is_sharded, require_like
 from optim.blockwise import Blocking, Grid, grid, scale_shape
+from optim.decay import resolve_mask
 from optim.segments import layout, segments
 from ragged import ShardedTree
-from ragged.resolver import resolve
 
 __all__ = ["Blockwise", "Part", "parts", "zeros"]
 
@@ -96,8 +96,7 @@ def parts(
     require_like(params, grads, "grads")
     flags = None
     if mask is not None:
-        names, leaves = global_leaves(params)
-        flags = iter(resolve(mask, None, what="mask", is_value=_is_flag, paths_leaves=(names, leaves)))
+        flags = iter(resolve_mask(mask, params))
     tops, structure = optree.tree_flatten(params, is_leaf=is_sharded)
     held = [structure.flatten_up_to(tree) for tree in (grads, target, *mu, *nu)]
     for name, p, g, out, *state in zip(_names(params), tops, *held, strict=True):
@@ -154,7 +153,3 @@ def _check(name: str, top: Any, state: list[Any], blocking: Blocking) -> None:
             f"adamw8bit: the state of {name or 'the parameters'!r} is that of other parameters, of another plan, "
             f"or of other blocks than {blocking.block} from {blocking.min_size} elements; use tx.init(params)"
         )
-
-
-def _is_flag(x: Any) -> bool:
-    return isinstance(x, bool)

@@ -9,11 +9,10 @@ import optree
 import torch
 from torch import Tensor
 
-from optim.base import EmptyState, GradientTransformation, global_leaves, is_sharded
+from optim.base import EmptyState, GradientTransformation, global_leaves, is_partial, is_sharded, resolve_leaves
 from ragged import ShardedTree, partition
-from ragged.resolver import resolve
 
-__all__ = ["add_decayed_weights", "split_tensors"]
+__all__ = ["add_decayed_weights", "resolve_mask", "split_tensors"]
 
 
 def add_decayed_weights(weight_decay: float, mask: Any = None) -> GradientTransformation:
@@ -58,8 +57,7 @@ def split_tensors(mask: Any, params: Any, *trees: Any) -> Iterator[tuple[bool, t
         for tensors in zip(*(optree.tree_leaves(t) for t in trees), strict=True):
             yield True, tensors
         return
-    names, leaves = global_leaves(params)
-    flags = iter(resolve(mask, None, what="mask", is_value=_is_flag, paths_leaves=(names, leaves)))
+    flags = iter(resolve_mask(mask, params))
     tops, structure = optree.tree_flatten(params, is_leaf=is_sharded)
     for top, *others in zip(tops, *(structure.flatten_up_to(t) for t in trees), strict=True):
         if not isinstance(top, ShardedTree):
@@ -72,5 +70,7 @@ def split_tensors(mask: Any, params: Any, *trees: Any) -> Iterator[tuple[bool, t
                 yield decays, tensors
 
 
-def _is_flag(x: Any) -> bool:
-    return isinstance(x, bool)
+def resolve_mask(mask: Any, params: Any) -> list[bool]:
+    """What a mask says of the leaves of parameters, in their order."""
+    names, leaves = global_leaves(params)
+    return resolve_leaves(mask, names, leaves, is_partial(params), what="mask", is_value=lambda x: isinstance(x, bool))

@@ -11,7 +11,15 @@ import optree
 import torch
 from torch import Tensor
 
-from optim.base import GradientTransformation, global_leaves, is_sharded, refuse, require_like
+from optim.base import (
+    GradientTransformation,
+    global_leaves,
+    is_partial,
+    is_sharded,
+    refuse,
+    require_like,
+    resolve_leaves,
+)
 from optim.decay import split_tensors
 from optim.matrices import Matrices, matrices_of
 from optim.newton_schulz import newton_schulz
@@ -20,7 +28,6 @@ from optim.scaling import new_count
 from optim.schedules import Schedule
 from ragged import ShardedTree
 from ragged.paths import Shaped
-from ragged.resolver import resolve
 
 __all__ = ["MuonState", "muon"]
 
@@ -100,15 +107,16 @@ def muon(
 
     def recipe(params: Any) -> dict[str, Matrices]:
         names, leaves = global_leaves(params)
-        key = tuple((name, tuple(leaf.shape)) for name, leaf in zip(names, leaves, strict=True))
+        partial = is_partial(params)
+        key = partial, tuple((name, tuple(leaf.shape)) for name, leaf in zip(names, leaves, strict=True))
         if key not in recipes:
-            recipes[key] = resolved(names, leaves)
+            recipes[key] = resolved(names, leaves, partial)
         return recipes[key]
 
-    def resolved(names: list[str], leaves: list[Shaped]) -> dict[str, Matrices]:
+    def resolved(names: list[str], leaves: list[Shaped], partial: bool) -> dict[str, Matrices]:
         where = (names, leaves)
-        patterns = resolve(matrix, None, what="matrix pattern", is_value=_is_pattern, paths_leaves=where)
-        sections = resolve(split, None, what="split", is_value=_is_split, paths_leaves=where)
+        patterns = resolve_leaves(matrix, *where, partial, what="matrix pattern", is_value=_is_pattern)
+        sections = resolve_leaves(split, *where, partial, what="split", is_value=_is_split)
         each = zip(names, leaves, patterns, sections, strict=True)
         return {name: matrices_of(name, tuple(leaf.shape), how, cut) for name, leaf, how, cut in each}
 
@@ -139,10 +147,10 @@ def muon(
         )
         out = directions(updates, mu, recipe(params))
         rate = rate_of(state.count)
-        new = optree.tree_map(lambda o, p: (o.to(_wide(p)) * -rate).to(p.dtype), out, params)
+        new = optree.tree_map(lambda o, p: o.to(_wide(p)) * -rate, out, params)
         for decays, (u, p) in split_tensors(mask, params, new, params):
             if decays and weight_decay:
-                u.sub_((p * (rate * weight_decay)).to(u.dtype))
+                u.sub_(p.to(u.dtype) * (rate * weight_decay))
         return new, MuonState(state.count + 1, mu)
 
     def step_fn(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
@@ -150,11 +158,15 @@ def muon(
         mu = optree.tree_map(lambda g, m: m.lerp_(g.to(m.dtype), 1 - momentum), grads, state.mu)
         out = directions(grads, mu, recipe(params))
         rate = rate_of(state.count)
-        for decays, (p,) in split_tensors(mask, params, params):
+        for decays, (p, o) in split_tensors(mask, params, params, out):
+            wide = p.to(_wide(p))  # rounded to the parameters' dtype once: alone the decay of bf16 would vanish
             if decays and weight_decay:
-                p.mul_(1 - rate * weight_decay)
-        params = optree.tree_map(lambda p, o: p.add_((o.to(_wide(p)) * -rate).to(p.dtype)), params, out)
-        return params, MuonState(state.count + 1, mu)
+                wide.mul_(1 - rate * weight_decay)
+            wide.sub_(o.to(wide.dtype) * rate)
+            if wide is not p:
+                p.copy_(wide)
+        # new tree objects on the same storage: the ones passed in are dead now
+        return optree.tree_map(lambda p: p, params), MuonState(state.count + 1, mu)
 
     return GradientTransformation(init_fn, update_fn, step_fn)
 

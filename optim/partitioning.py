@@ -9,10 +9,20 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from optim.base import Blocks, EmptyState, GradientTransformation, Labels, global_leaves, identity, is_sharded
+from optim.base import (
+    Blocks,
+    EmptyState,
+    GradientTransformation,
+    Labels,
+    global_leaves,
+    identity,
+    is_partial,
+    is_sharded,
+    resolve_leaves,
+)
 from ragged import ShardedTree, combine
 from ragged.paths import Shaped
-from ragged.resolver import brief, one_by_one, resolve
+from ragged.resolver import brief, one_by_one
 from ragged.structure import partition as parted
 
 __all__ = ["PartitionState", "freeze", "masked", "partition", "set_to_zero"]
@@ -55,18 +65,14 @@ def partition(transformations: Mapping[Any, GradientTransformation], labels: Any
 
     def labelled(params: Any) -> dict[str, Any]:
         names, leaves = global_leaves(params)
-        key = _partial(params), tuple((name, *leaf) for name, leaf in zip(names, leaves, strict=True))
+        partial = is_partial(params)
+        key = partial, tuple((name, *leaf) for name, leaf in zip(names, leaves, strict=True))
         if key not in tables:
-            tables[key] = resolved(params, names, leaves)
+            tables[key] = resolved(names, leaves, partial)
         return tables[key]
 
-    def resolved(params: Any, names: list[str], leaves: list[Shaped]) -> dict[str, Any]:
-        how: Any = {"what": "label", "is_value": _is_label(known)}
-        if _partial(params):  # inside another partition the labels may speak of leaves that aren't here
-            label_of = one_by_one(labels, **how)
-            found = [label_of(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
-        else:
-            found = resolve(labels, None, paths_leaves=(names, leaves), **how)
+    def resolved(names: list[str], leaves: list[Shaped], partial: bool) -> dict[str, Any]:
+        found = resolve_leaves(labels, names, leaves, partial, what="label", is_value=_is_label(known))
         for name, label in zip(names, found, strict=True):
             _check(name, label, known)
         return dict(zip(names, found, strict=True))
@@ -101,12 +107,6 @@ def partition(transformations: Mapping[Any, GradientTransformation], labels: Any
         return optree.tree_map(lambda x: x, _joined(parts)), PartitionState(states)
 
     return GradientTransformation(init_fn, update_fn, step_fn, *_requests(known, labels))
-
-
-def _partial(tree: Any) -> bool:
-    """Whether some leaves were taken out of a tree."""
-    leaves = optree.tree_leaves(tree, is_leaf=is_sharded, none_is_leaf=True)
-    return any(x is None or (isinstance(x, ShardedTree) and len(x.paths) < len(x.plan.leaves)) for x in leaves)
 
 
 def _is_label(known: Mapping[Any, Any]) -> Callable[[Any], bool]:

@@ -10,14 +10,16 @@ from torch import Tensor
 
 from optim.base import EmptyState, GradientTransformation, first_tensor
 from optim.schedules import Schedule
+from ragged.tree import sharded_trees
 
 __all__ = ["ScaleByScheduleState", "new_count", "scale", "scale_by_learning_rate", "scale_by_schedule"]
 
 
 def new_count(params: Any) -> Tensor:
     """A step counter at zero, beside the parameters: int32, 0-d."""
-    like = first_tensor(params)
-    return torch.zeros((), dtype=torch.int32, device=None if like is None else like.device)
+    like, trees = first_tensor(params), sharded_trees(params)
+    place = like.device if like is not None else trees[0].plan.bound().device if trees else None
+    return torch.zeros((), dtype=torch.int32, device=place)
 
 
 def scale(factor: float) -> GradientTransformation:

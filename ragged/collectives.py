@@ -319,4 +319,4 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
     texts[group.rank] = raw
     for work in _swap([raw] * group.size, texts, group):
         work.wait()
-    return [pickle.loads(bytes(text.numpy())) for text in texts]
+    return [pickle.loads(bytes(text.tolist())) for text in texts]

@@ -26,9 +26,9 @@ class Life:
     def __init__(self) -> None:
         self.ended: list[tuple[Piece, str]] = []
 
-    def cause(self, pieces: Sequence[Piece]) -> str | None:
-        """What any of the pieces were donated to, or None."""
-        for gone, cause in self.ended:
+    def cause(self, pieces: Sequence[Piece], since: int = 0) -> str | None:
+        """What any of the pieces were donated to, or None; `since`: not counting the first so many donations."""
+        for gone, cause in self.ended[since:]:
             for piece in pieces:
                 if piece.bucket is gone.bucket and piece.start < gone.stop and gone.start < piece.stop:
                     return cause
@@ -60,7 +60,7 @@ class ShardedTree:
       8.0
     """
 
-    __slots__ = ("_lives", "_tensors", "plan", "scope", "selection")
+    __slots__ = ("_born", "_lives", "_tensors", "plan", "scope", "selection")
 
     def __init__(
         self,
@@ -76,6 +76,8 @@ class ShardedTree:
         self._tensors = tuple(tensors)
         self.scope = scope
         self._lives = (Life(),) if lives is None else lives
+        # What was donated before concerns other storage: a tree is made of tensors that are alive.
+        self._born = tuple(len(life.ended) for life in self._lives)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -84,13 +86,19 @@ class ShardedTree:
         Raises:
           ValueError: the tree was donated, naming to what.
         """
-        for life in self._lives:
-            if life.ended and (cause := life.cause(self.selection.pieces)) is not None:
-                raise ValueError(
-                    f"this tree was donated to {cause} and its storage reused; keep the tree that "
-                    "call returned, or pass donate=False"
-                )
+        if (cause := self._donated()) is not None:
+            raise ValueError(
+                f"this tree was donated to {cause} and its storage reused; keep the tree that "
+                "call returned, or pass donate=False"
+            )
         return self._tensors
+
+    def _donated(self) -> str | None:
+        """What the tree was donated to, or None."""
+        for life, born in zip(self._lives, self._born, strict=True):
+            if len(life.ended) > born and (cause := life.cause(self.selection.pieces, born)) is not None:
+                return cause
+        return None
 
     @property
     def rank(self) -> dict[str, int]:
@@ -209,7 +217,7 @@ class ShardedTree:
         return ((key, self[key]) for key in self.keys())
 
     def __repr__(self) -> str:
-        dead = next((c for life in self._lives if (c := life.cause(self.selection.pieces))), None)
+        dead = self._donated()
         state = f"donated to {dead}" if dead else f"{len(self._tensors)} local buffers"
         return f"ShardedTree({len(self.paths)} leaves of {self.plan!r}, {state})"
 
