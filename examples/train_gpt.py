@@ -3,6 +3,9 @@
     python examples/train_gpt.py                              # one process
     torchrun --nproc-per-node 2 examples/train_gpt.py         # the same training, shared by two
     torchrun --nproc-per-node 4 examples/train_gpt.py --mesh 2,2 --axes replica,fsdp
+    python examples/train_gpt.py --optimizer muon --lr 1e-2   # Muon for matrices, AdamW for the rest
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or restarted workers may look for dead ones (pytorch#135712)
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --resume runs/saved   # goes on after a crash
 
 The parameters are a pytree of tensors, the model is pure functions of it. From shapes to text:
 
@@ -10,6 +13,7 @@ The parameters are a pytree of tensors, the model is pure functions of it. From 
     init(plan, initializers)        a ShardedTree: per unit of the plan one flat tensor on each rank
     value_and_grad(loss_fn)         gathers a layer when it runs, reduces its gradient when it is complete
     make_step(optimizer)            new parameters from old ones, over the same few flat tensors
+    checkpoint.save, load           files of full tensors, whatever the ranks that write or read them
     unshard(params)                 plain tensors again, for the very same functions
 
 Batches and initial values depend on the seed only, so any number of ranks trains the same model.
@@ -36,10 +40,10 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+import optim
 import ragged
 from fsdp import fold, gathered, value_and_grad
-from optim import adamw, chain, clip_by_global_norm, make_step, schedules
-from ragged import P, rules
+from ragged import P, checkpoint, rules
 from ragged.random import fan_in, normal, ones, uniform01
 
 # ---- The model: shapes, and functions of a tree of these shapes ----
@@ -157,6 +161,25 @@ def batch(text: Tensor, key: tuple[int, str], step: int, size: int, length: int,
 # ---- Training ----
 
 
+def optimizer(name: str, rate: optim.schedules.Schedule, weight_decay: float) -> optim.GradientTransformation:
+    """One of OPTIMIZERS, after clipping. With Muon, matrices inside layers are Muon's, the rest is its partner's."""
+    adam = optim.adamw8bit if name.endswith("adamw8bit") else optim.adamw
+    tx = adam(rate, b2=0.95, weight_decay=weight_decay)
+    if name.startswith("muon"):
+        matrices = optim.muon(
+            rate,
+            weight_decay=weight_decay,
+            matrix=rules({"**.qkv": "d three h c -> three d (h c)", "**": None}),  # q, k and v: a matrix each
+            adjust_lr_fn="match_rms_adamw",  # steps as long as AdamW's, so that one rate serves both
+        )
+        labels = rules({"**.norm*": "adam", "**.embedding": "adam", "**": "muon"})
+        tx = optim.partition({"muon": matrices, "adam": tx}, labels)
+    return optim.chain(optim.clip_by_global_norm(1.0), tx)
+
+
+OPTIMIZERS = ("adamw", "adamw8bit", "muon", "muon+adamw8bit")
+
+
 def train(args: argparse.Namespace, mesh: Any) -> float:
     """Train, report, write a few lines; returns the last validation loss."""
     torch.manual_seed(args.seed)
@@ -169,15 +192,19 @@ def train(args: argparse.Namespace, mesh: Any) -> float:
         part = text[:cut] if split == "train" else text[cut:]
         return batch(part, (args.seed, split), step, args.batch, args.context + 1, share).to(mesh.device_type)
 
-    plan = ragged.plan(shapes(args.width, args.layers, args.heads), mesh, specs(args.block), units=["layers.*"])
-    params = ragged.init(plan, INITIALIZERS, seed=args.seed)
-    rate = schedules.warmup_cosine_decay_schedule(
+    rate = optim.schedules.warmup_cosine_decay_schedule(
         args.lr / 10, args.lr, warmup_steps=args.steps // 20, decay_steps=args.steps, end_value=args.lr / 10
     )
-    tx = chain(clip_by_global_norm(1.0), adamw(rate, b2=0.95, weight_decay=args.weight_decay))
-    state = tx.init(params)
+    tx = optimizer(args.optimizer, rate, args.weight_decay)
+    model = shapes(args.width, args.layers, args.heads)
+    plan = ragged.plan(model, mesh, specs(args.block), units=["layers.*"], optimizer=tx)  # cuts none of tx's blocks
+    params = ragged.init(plan, INITIALIZERS, seed=args.seed)
+    state, done = tx.init(params), 0
+    if args.resume and (last := checkpoint.latest(args.resume)):
+        found = checkpoint.load(last, {"params": params, "opt": state, "step": 0})
+        params, state, done = found["params"], found["opt"], found["step"]
     loss_and_grad = value_and_grad(loss_fn)
-    step_fn = make_step(tx)
+    step_fn = optim.make_step(tx)
 
     @torch.no_grad()
     def validate() -> float:
@@ -186,31 +213,39 @@ def train(args: argparse.Namespace, mesh: Any) -> float:
         dist.all_reduce(mean)
         return mean.item() / mesh.size()
 
-    log = Log(args.out if first else None)
+    log = Log(args.out if first else None, done)
     log.print(f"{plan.summary()}\n\n{ragged.visualize(params['layers'][0])}\n")
     log.print(f"{cut:,} bytes to train on, {len(text) - cut:,} to validate with; loss in nats per byte\n")
     begin = mark = time.perf_counter()
     losses: list[float] = []
-    for step in range(1, args.steps + 1):
+    val_loss, saving = None, None
+    if done:
+        log.print(f"resumed after step {done:,}\n")
+    for step in range(done + 1, args.steps + 1):
         loss, grads = loss_and_grad(params, draw("train", step))
         params, state = step_fn(params, grads, state)
         losses.append(loss.item())
         if step == 1 or step % args.every == 0 or step == args.steps:
-            now = time.perf_counter()
+            now, val_loss = time.perf_counter(), validate()
             log.row(
                 step=step,
                 loss=sum(losses) / len(losses),
-                val_loss=validate(),
+                val_loss=val_loss,
                 tokens_per_second=len(losses) * args.batch * args.context / (now - mark),
                 peak_memory_mib=peak_memory(mesh.device_type) / 2**20,
                 seconds=now - begin,
             )
             losses, mark = [], time.perf_counter()
+        if args.resume and (step % args.save_every == 0 or step == args.steps):
+            trees = {"params": params, "opt": state, "step": step}
+            saving = checkpoint.save(args.resume / f"step-{step}", trees, async_=True, keep=2)  # while training goes on
+    if saving:
+        saving.wait()
     full = ragged.unshard(params, dst=0)
     if first:
         log.print("\n" + generate(full, args.prompt, args.sample, args.context, args.temperature))
     log.finish()
-    return log.rows[-1]["val_loss"]
+    return validate() if val_loss is None else val_loss  # if there was nothing left to do
 
 
 @torch.no_grad()
@@ -228,21 +263,29 @@ def generate(params: Any, prompt: str, size: int, context: int, temperature: flo
 
 
 class Log:
-    """Progress for people on the terminal and for programs in metrics.jsonl; silent without a directory."""
+    """Progress for people on the terminal and for programs in metrics.jsonl; silent without a directory.
 
-    def __init__(self, directory: Path | None) -> None:
+    What is there of the steps that are done already stays.
+    """
+
+    def __init__(self, directory: Path | None, done: int) -> None:
         self.directory = directory
         self.rows: list[dict[str, float]] = []
         if directory:
             directory.mkdir(parents=True, exist_ok=True)
-            (directory / "metrics.jsonl").write_text("")
+            file = directory / "metrics.jsonl"
+            before = [json.loads(line) for line in file.read_text().splitlines()] if done and file.exists() else []
+            self.rows = [row for row in before if row["step"] <= done]
+            file.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        self.header = False
 
     def print(self, text: str) -> None:
         if self.directory:
             print(text, flush=True)
 
     def row(self, **metrics: float) -> None:
-        if not self.rows:
+        if not self.header:
+            self.header = True
             self.print("  ".join(f"{name:>8}" for name in metrics))
         self.rows.append(metrics)
         decimals = {"loss": 4, "val_loss": 4, "seconds": 1}  # others whole
@@ -294,6 +337,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--context", type=int, default=128, help="bytes per sequence (%(default)s)")
     add("--batch", type=int, default=12, help="sequences per step, of all ranks together (%(default)s)")
     add("--steps", type=int, default=800, help="(%(default)s)")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="(%(default)s)")
     add("--lr", type=float, default=3e-3, help="peak learning rate (%(default)s)")
     add("--weight-decay", type=float, default=0.1, help="(%(default)s)")
     add("--seed", type=int, default=0, help="of initial values, batches and sampling (%(default)s)")
@@ -308,6 +352,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt", default="def ", help="what the text at the end begins with (%(default)r)")
     add("--sample", type=int, default=400, help="bytes of text at the end (%(default)s)")
     add("--temperature", type=float, default=0.7, help="0 for the likeliest byte always (%(default)s)")
+    add("--resume", type=Path, help="save checkpoints here, and begin after the last one that is here")
+    add("--save-every", type=int, default=100, help="steps between checkpoints (%(default)s)")
     add("--out", type=Path, default=Path("runs/train_gpt"), help="for metrics.jsonl and loss.png (%(default)s)")
     return parser.parse_args(argv)
 

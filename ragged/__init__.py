@@ -4,7 +4,7 @@ A pytree of tensors, a mesh with named axes and a spec per leaf give a plan; a p
 `ShardedTree` whose leaves are flat local buffers. See the README for the shortest loop.
 """
 
-from ragged import collectives, random
+from ragged import checkpoint, collectives, random
 from ragged.buffer import DBuffer
 from ragged.dtensor import from_dtensor, to_dtensor
 from ragged.initialize import init
@@ -34,6 +34,7 @@ __all__ = [
     "Plan",
     "ShardedTree",
     "Unit",
+    "checkpoint",
     "collectives",
     "combine",
     "from_dtensor",

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+OPTIMIZERS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/optimizers.md").read_text(), re.DOTALL | re.MULTILINE)
 PROGRAMS = [text for kind, text in BLOCKS if kind == "python"]
 PICTURES = [text for kind, text in BLOCKS if kind == "text"]
 COMMANDS = [text for kind, text in BLOCKS if kind in ("sh", "bash")]
@@ -41,6 +42,10 @@ def test_pictures_are_real(printed: list[str]) -> None:
     assert PICTURES
     for picture in PICTURES:
         assert any(picture in text for text in printed)
+
+
+def test_the_page_on_optimizers_runs() -> None:
+    assert [run(program) for program in OPTIMIZERS] == [""]
 
 
 def test_commands() -> None:

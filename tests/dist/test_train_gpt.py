@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from tests.pool import Pool
 
 SCRIPT = Path(gpt.__file__)
 SIZES: dict[str, Any] = {"d": 32, "layers": 3, "heads": 2}
-STEPS, BATCH, CONTEXT, RATE, DECAY = 20, 12, 32, 1e-3, 0.1
+BATCH, CONTEXT, RATE, DECAY = 12, 32, 1e-3, 0.1
+STEPS = {torch.float32: 20, torch.float64: 8}  # without rounding a few show whether the mathematics is the same
 
 EPS = 1e-8  # torch's default: where a gradient is rounding error alone, Adam makes a step of it all the same
 CLOSE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -56,15 +58,17 @@ def sharded(
     shape: tuple[int, ...] = (-1,),
     axes: tuple[str, ...] = ("fsdp",),
     buffers: Sequence[int] = (1, 1, 1, 1),
+    name: str = "",
+    steps: int = 0,
     **options: Any,
 ) -> Run:
-    """On every rank of the pool: the library's loop."""
-    params = make_params(dtype, block, shape, axes, **options)
+    """On every rank of the pool: the library's loop, with AdamW as torch has it or one of the example's optimizers."""
+    tx = gpt.optimizer(name, lambda count: RATE, DECAY) if name else adamw(RATE, eps=EPS, weight_decay=DECAY)
+    params = make_params(dtype, block, shape, axes, optimizer=tx, **options)
     assert [len(unit.buckets) for unit in params.plan.units] == list(buffers)
-    tx = adamw(RATE, eps=EPS, weight_decay=DECAY)
     state, step_fn, loss_and_grad = tx.init(params), make_step(tx), value_and_grad(gpt.loss_fn)
     losses = []
-    for step in range(STEPS):
+    for step in range(steps or STEPS[dtype]):
         loss, grads = loss_and_grad(params, draw(step, (dist.get_rank(), dist.get_world_size())))
         params, state = step_fn(params, grads, state)
         losses.append(loss.item())
@@ -77,7 +81,7 @@ def plain(dtype: torch.dtype) -> Run:
     leaves = [x.requires_grad_() for x in optree.tree_leaves(params)]
     optimizer = torch.optim.AdamW(leaves, lr=RATE, eps=EPS, weight_decay=DECAY)
     losses = []
-    for step in range(STEPS):
+    for step in range(STEPS[dtype]):
         optimizer.zero_grad()
         loss = gpt.loss_fn(params, draw(step, (0, 1)))
         loss.backward()
@@ -98,7 +102,7 @@ def gap(a: Run, b: Run) -> tuple[float, float]:
 @pytest.fixture(scope="module")
 def reference(pool: Pool) -> dict[torch.dtype, Run]:
     runs: dict[torch.dtype, Run] = {dtype: pool.run(1, plain, dtype)[0] for dtype in CLOSE}
-    assert all(losses[-1] < losses[0] - 0.5 for losses, _ in runs.values())
+    assert all(losses[-1] < losses[0] - len(losses) / 40 for losses, _ in runs.values())
     return runs
 
 
@@ -138,9 +142,20 @@ def test_several_buffers_per_unit_train_as_one(
     run: Callable[..., list[Run]], ranks: int, block: Any, buffers: tuple[int, ...]
 ) -> None:
     """Where the planner's price for a collective is nothing, units get several buffers: bitwise the same."""
-    one = run(ranks, sharded, torch.float32, block)
-    several = run(ranks, sharded, torch.float32, block, price=0, buffers=buffers)
+    one = run(ranks, sharded, torch.float32, block, steps=6)
+    several = run(ranks, sharded, torch.float32, block, price=0, buffers=buffers, steps=6)
     assert all(gap(a, b) == (0, 0) for a, b in zip(one, several, strict=True))
+
+
+@pytest.mark.parametrize("name", gpt.OPTIMIZERS)
+def test_optimizers_train_the_same_on_any_mesh(run: Callable[..., list[Run]], name: str) -> None:
+    """Cut wherever the optimizer allows it, with rounding that no code of eight bits sees."""
+    one = run(1, sharded, torch.float64, name=name)[0]
+    assert one[0][-1] < one[0][0] - len(one[0]) / 60
+    for ranks, options in ((3, {}), (4, {"shape": (2, 2), "axes": ("replica", "fsdp")})):
+        losses, params = gap(run(ranks, sharded, torch.float64, name=name, **options)[0], one)
+        assert losses < 1e-6
+        assert params < 1e-6
 
 
 def test_batches_do_not_depend_on_ranks() -> None:
@@ -186,13 +201,15 @@ FLAGS |= {"steps": 30, "every": 10, "eval-batches": 2, "sample": 20, "threads": 
 TINY = [f"--{name}={value}" for name, value in FLAGS.items()]
 
 
-def execute(out: Path, launcher: list[str], *flags: str) -> tuple[str, list[dict[str, float]]]:
+def execute(
+    out: Path, launcher: list[str], *flags: str, quiet: bool = True
+) -> tuple[str, list[dict[str, float]]]:
     command = [*launcher, str(SCRIPT), *TINY, "--device", "cpu", "--out", str(out), *flags]
     env = os.environ | {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parents[1]), env.get("PYTHONPATH", "")])
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
+    assert not quiet or done.stderr == ""
     return done.stdout, [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -202,8 +219,10 @@ def torchrun(processes: int) -> list[str]:
 
 def test_program(tmp_path: Path) -> None:
     """Plain python and two processes print and write the same training."""
-    text, one = execute(tmp_path / "one", [sys.executable])
-    _, two = execute(tmp_path / "two", torchrun(2))
+    with ThreadPoolExecutor() as threads:  # imports take most of the time, and a core each
+        plainly = threads.submit(execute, tmp_path / "one", [sys.executable])
+        _, two = execute(tmp_path / "two", torchrun(2))
+        text, one = plainly.result()
     for rows in (one, two):
         assert [row["step"] for row in rows] == [1, 10, 20, 30]
         names = {"step", "loss", "val_loss", "tokens_per_second", "peak_memory_mib", "seconds"}

@@ -1,0 +1,133 @@
+"""Checkpoints from any layout into any other, bitwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+
+import optim
+from ragged import ELEMENT, TENSOR, P, ShardedTree, checkpoint, make_mesh, plan, reduce_scatter, rules, shard, unshard
+
+TREE = {
+    "layers": [{"w": (13, 6), "b": (6,)}, {"w": (13, 6), "b": (6,)}],
+    "e": (3, 8, 4),
+    "z": (0, 8),
+    "s": (),
+    "n": None,
+}
+CONFIGS: dict[str, tuple[tuple[int, ...], tuple[str, ...], Any]] = {
+    "rows": ((-1,), ("fsdp",), P(ragged="fsdp")),
+    "elements": ((-1,), ("fsdp",), P(ragged="fsdp", block=ELEMENT)),
+    "whole": ((-1,), ("fsdp",), P(ragged="fsdp", block=TENSOR)),
+    "replicated": ((-1,), ("fsdp",), None),
+    "hybrid": ((2, -1), ("replica", "fsdp"), P(ragged="fsdp")),
+    "tensor": ((-1, 2), ("fsdp", "tp"), rules({"**.w": P(None, "tp", ragged="fsdp"), "e": P(None, "tp"), "**": None})),
+    "expert": ((-1, 2), ("fsdp", "tp"), rules({"e": P(None, "tp", "fsdp"), "**": P(ragged=("tp", "fsdp"))})),
+}
+
+
+class State(NamedTuple):
+    count: Any
+    mu: Any
+
+
+def is_shape(x: Any) -> bool:
+    return isinstance(x, tuple)
+
+
+def full(dtype: torch.dtype = torch.float32) -> Any:
+    draw = torch.Generator().manual_seed(0)
+    return optree.tree_map(lambda s: torch.randn(s, generator=draw).to(dtype), TREE, is_leaf=is_shape)
+
+
+def made(config: str, dtype: torch.dtype) -> ShardedTree:
+    shape, axes, spec = CONFIGS[config]
+    return shard(full(dtype), plan(full(dtype), make_mesh(shape, axes, device_type="cpu"), spec, units=["layers.*"]))
+
+
+def trees_of(config: str, zero: bool = False) -> dict[str, Any]:
+    """Parameters and a state of several dtypes, with counters and values."""
+    f = torch.zeros_like if zero else torch.clone
+    params, half, codes = (made(config, d) for d in (torch.float32, torch.bfloat16, torch.uint8))
+    state = (State(torch.tensor(0 if zero else 5), half), [State(torch.tensor(0 if zero else 6), codes)])
+    trees = {"params": params, "opt": state, "step": 0 if zero else 7, "rate": 0.0 if zero else 0.1}
+    return {**optree.tree_map(lambda x: f(x) if isinstance(x, torch.Tensor) else x, trees), "key": f(torch.ones(2))}
+
+
+def written(folder: str, config: str) -> None:
+    checkpoint.save(folder, trees_of(config))
+
+
+def equal(a: Any, b: Any) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def read(folder: str, config: str) -> None:
+    want = trees_of(config)
+    for like in (trees_of(config, zero=True), {**trees_of(config, zero=True), "params": want["params"].plan}):
+        got = checkpoint.load(folder, like)
+        assert optree.tree_structure(got) == optree.tree_structure(want)
+        assert optree.tree_all(optree.tree_map(equal, got, want))
+
+
+def read_plain(folder: str) -> None:
+    got = checkpoint.load(folder, {**trees_of("rows", zero=True), "params": optree.tree_map(torch.zeros_like, full())})
+    assert optree.tree_all(optree.tree_map(torch.equal, got["params"], full()))
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_any_layout_to_any_other(run: Any, config: str, tmp_path: Path) -> None:
+    ranks = 4
+    run(ranks, written, str(tmp_path / "a"), config)
+    assert checkpoint.latest(tmp_path) == tmp_path / "a"
+    for other in CONFIGS:
+        run(ranks, read, str(tmp_path / "a"), other)
+    run(1, read_plain, str(tmp_path / "a"))
+    for n in (2, 3, 8):
+        run(n, read, str(tmp_path / "a"), "rows")
+
+
+def trained(folder: str | None, steps: tuple[int, int], config: str) -> Any:
+    """Some steps of training, from a checkpoint or from the start, and save at the end."""
+    labels = rules({"**.w": "muon", "e": "8bit", "**": "adamw"})
+    tx = optim.partition(
+        {
+            "muon": optim.muon(0.1),
+            "8bit": optim.adamw8bit(0.1, min_size=8, block=8),
+            "adamw": optim.adamw(lambda count: 0.1 / (1 + count)),
+        },
+        labels,
+    )
+    shape, axes, spec = CONFIGS[config]
+    layout = plan(full(), make_mesh(shape, axes, device_type="cpu"), spec, units=["layers.*"], optimizer=tx)
+    params = shard(full(), layout)
+    state = tx.init(params)
+    first, last = steps
+    if first:
+        found = checkpoint.load(f"{folder}/step-{first}", {"params": layout, "opt": state, "step": 0})
+        params, state = found["params"], found["opt"]
+        assert found["step"] == first
+    step = optim.make_step(tx)
+    for k in range(first, last):
+        grads = reduce_scatter(optree.tree_map(lambda x, k=k: (x * (k + 1)).cos(), full()), layout)
+        params, state = step(params, grads, state)
+    if folder and not first:
+        checkpoint.save(f"{folder}/step-{last}", {"params": params, "opt": state, "step": last})
+    return unshard(params)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_training_goes_on_on_other_ranks(run: Any, ranks: int, tmp_path: Path) -> None:
+    """Fast-LLM#436, pytorch#91205: moments and counters come back too, on any number of ranks."""
+    (want, *_) = run(ranks, trained, None, (0, 5), "rows")
+    run(ranks, trained, str(tmp_path), (0, 3), "rows")
+    for n in (1, 2, 3, 4, 8):
+        (got, *_) = run(n, trained, str(tmp_path), (3, 5), "rows")
+        for a, b in zip(optree.tree_leaves(got), optree.tree_leaves(want), strict=True):
+            if n == ranks:
+                assert torch.equal(a, b)
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)

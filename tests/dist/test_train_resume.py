@@ -1,0 +1,59 @@
+"""The example after a crash, and on other numbers of ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.dist.test_train_gpt import execute, torchrun
+
+FLAGS = ["--optimizer", "muon+adamw8bit", "--save-every", "10", "--steps", "150"]
+
+
+def test_resume_after_a_worker_died(tmp_path: Path) -> None:
+    """One of two workers is killed; the launcher starts both again, and they end as if nothing had happened."""
+    saved = tmp_path / "saved"
+    flags = [*FLAGS, "--resume", str(saved)]
+    with ThreadPoolExecutor() as threads:
+        straight = threads.submit(execute, tmp_path / "straight", torchrun(2), *FLAGS)
+        # torch's launcher lets restarted workers find the addresses of dead ones, unless told so (pytorch#135712)
+        launcher = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *torchrun(2), "--max-restarts", "1"]
+        killed = threads.submit(execute, tmp_path / "killed", launcher, *flags, quiet=False)
+        kill_one(saved, 20)
+        text, rows = killed.result()
+        _, want = straight.result()
+    assert "resumed after step" in text
+    assert [row["step"] for row in rows] == [row["step"] for row in want]
+    assert rows[-1]["val_loss"] == want[-1]["val_loss"]  # bitwise: on as many ranks as before
+    assert sorted(p.name for p in saved.iterdir()) == ["step-140", "step-150"]
+    again, same = execute(tmp_path / "killed", [sys.executable], *flags)  # nothing to do, on one process
+    assert "resumed after step 150" in again
+    assert same == rows
+    longer = [*flags, "--steps", "160", "--lr", "1e-9"]
+    _, more = execute(tmp_path / "killed", [sys.executable], *longer)
+    assert more[-1]["step"] == 160
+    assert more[-1]["val_loss"] == pytest.approx(rows[-1]["val_loss"], abs=1e-4)
+
+
+def kill_one(saved: Path, step: int) -> None:
+    """Kill one of the workers that save here, as soon as a checkpoint of this step or a later one is complete."""
+    deadline = time.monotonic() + 100
+    while not any(int(p.name.removeprefix("step-")) >= step for p in saved.glob("step-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            environ = (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if str(saved).encode() in words and b"RANK=1" in environ:
+            os.kill(int(process.name), signal.SIGKILL)
+            return
+    raise AssertionError("no worker to kill")
