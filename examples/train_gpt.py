@@ -140,7 +140,10 @@ def read_text(path: Path | None = None) -> Tensor:
     if not path:
         root = Path(sysconfig.get_path("stdlib"))
         skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
-        files = sorted(f for f in root.rglob("*.py") if skipped.isdisjoint(f.relative_to(root).parts))
+        for folder, below, names in os.walk(root):
+            below[:] = [name for name in below if name not in skipped]  # where the walk goes on
+            files += [Path(folder, name) for name in names if name.endswith(".py")]
+        files.sort()
         random.Random(0).shuffle(files)  # always the same way: the last tenth is a sample of the whole
     return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
 
@@ -268,7 +271,7 @@ class Log:
     What is there of the steps that are done already stays.
     """
 
-    def __init__(self, directory: Path | None, done: int) -> None:
+    def __init__(self, directory: Path | None, done: int = 0) -> None:
         self.directory = directory
         self.rows: list[dict[str, float]] = []
         if directory:

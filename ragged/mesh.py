@@ -81,10 +81,11 @@ def mesh_axes(mesh: DeviceMesh | Mapping[str, int]) -> dict[str, int]:
         return axes
     if mesh.mesh_dim_names is None:
         raise ValueError(f"{mesh} has no axis names; make it with ragged.make_mesh or mesh_dim_names=")
-    ranks = mesh.mesh.flatten().tolist()
+    table = mesh.mesh  # slow to ask
+    ranks = table.flatten().tolist()
     if len(set(ranks)) != len(ranks):
-        raise ValueError(f"mesh {mesh.mesh.tolist()} names a rank twice")
-    return dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
+        raise ValueError(f"mesh {table.tolist()} names a rank twice")
+    return dict(zip(mesh.mesh_dim_names, table.shape, strict=True))
 
 
 class Comm:

@@ -62,7 +62,8 @@ def plan(
       >>> p.shard_size(0), p.leaves["w"].runs
       (512, ((0, 512), (512, 768)))
     """
-    axes = mesh_axes(mesh)
+    comm = Comm(mesh) if isinstance(mesh, DeviceMesh) else None
+    axes = mesh_axes(mesh) if comm is None else comm.axes
     if type(align) is not int or align < 1:
         raise ValueError(f"align={align!r}: expected a whole number of elements, at least 1")
     if type(price) is not int or price < 0:
@@ -91,7 +92,6 @@ def plan(
         blocks, labels = getattr(asked, "blocks", None), getattr(asked, "labels", None)
         label = "" if labels is None else labels(path, *shape)
         drafts.append(draft(path, shape, P() if s is None else s, axes, f, blocks, label))
-    comm = Comm(mesh) if isinstance(mesh, DeviceMesh) else None
     by_path = {leaf.path: leaf for leaf in drafts}
     members = {unit.name: [by_path[path] for path in unit.paths] for unit in group_units(by_path, units)}
     return _assembled(paths, members, axes, align, price, structure, comm)

@@ -1,19 +1,37 @@
-"""Fixtures: the worker pool, and no process group left behind."""
+"""Fixtures: the worker pool, and no process group left behind. Modules that need workers come last."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from tests.pool import Pool
+from tests.pool import AHEAD, MOST, Pool
+
+
+def modules_with_workers(items: list[pytest.Item]) -> set[Path]:
+    return {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Workers take seconds to import torch, on all cores; what does without them takes one core, and goes first."""
+    modules = modules_with_workers(items)
+    items.sort(key=lambda item: item.path in modules)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _workers_start_ahead(request: pytest.FixtureRequest) -> None:
+    if modules_with_workers(request.session.items):
+        request.getfixturevalue("pool")
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    found = Pool()
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    items = request.session.items
+    found = Pool(ahead=MOST if {item.path for item in items} - modules_with_workers(items) else AHEAD)
     yield found
     found.close()
 

@@ -15,7 +15,8 @@ the tracebacks of all ranks; hung workers show where they are, and are replaced.
 ranks, and the test fails if any rank returned, died or took too long.
 
 `timeout` counts from the moment the workers are up, so a short one is a statement about the library.
-Arguments and results are pickled; workers run one thread each and turn warnings into errors.
+Arguments and results are pickled; workers run one thread each and turn warnings into errors. Every worker hashes
+text in its own way (PYTHONHASHSEED is its rank), so ranks that went by the order of a set would go different ways.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-__all__ = ["MOST", "Pool"]
+__all__ = ["AHEAD", "MOST", "Pool"]
 
 MOST = 8
+AHEAD = 4  # workers that are started at once, before anyone asks: they import torch beside each other
 START = 120.0  # seconds for a worker to import torch
 GRACE = 10.0  # seconds that the others get once a rank has failed: they may wait for it in vain
 
@@ -58,13 +60,14 @@ class Answer(NamedTuple):
 class Pool:
     """Workers by rank; more are started when a request needs them."""
 
-    def __init__(self) -> None:
+    def __init__(self, ahead: int = AHEAD) -> None:
         import torch.distributed as dist
 
         self._context = multiprocessing.get_context("spawn")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[_Worker] = []
         self._count = 0
+        self._start(ahead)
 
     def run(
         self,
@@ -94,16 +97,20 @@ class Pool:
     def _ready(self, n: int) -> list[_Worker]:
         """The first n workers: alive, and with torch imported."""
         assert 1 <= n <= MOST
-        for k in range(n):
-            if k < len(self._workers) and not self._workers[k].alive():
-                self._workers[k].close()
-                self._workers[k] = _Worker(self._context, self._store.port)
-            elif k == len(self._workers):
-                self._workers.append(_Worker(self._context, self._store.port))
+        self._start(max(n, AHEAD))
         workers = self._workers[:n]
         for worker in workers:
             worker.wait_until_up()
         return workers
+
+    def _start(self, n: int) -> None:
+        """Have n workers, replacing the dead; doesn't wait for them."""
+        for k in range(n):
+            if k < len(self._workers) and not self._workers[k].alive():
+                self._workers[k].close()
+                self._workers[k] = _Worker(self._context, self._store.port, k)
+            elif k == len(self._workers):
+                self._workers.append(_Worker(self._context, self._store.port, k))
 
     def _ask(self, workers: list[_Worker], fn: Any, args: Any, kwargs: Any, timeout: float) -> list[Answer]:
         n = len(workers)
@@ -142,11 +149,12 @@ class Pool:
 
 
 class _Worker:
-    def __init__(self, context: Any, port: int) -> None:
+    def __init__(self, context: Any, port: int, rank: int) -> None:
         self.pipe, theirs = context.Pipe()
         self._log = tempfile.NamedTemporaryFile(mode="r", suffix=".log")  # noqa: SIM115  # lives as long as the worker
         self._process = context.Process(target=_serve, args=(theirs, port, self._log.name), daemon=True)
-        self._process.start()
+        with _environment("PYTHONHASHSEED", f"{rank}"):
+            self._process.start()
         self._up = self._closed = False
         theirs.close()
 
@@ -189,6 +197,19 @@ class _Worker:
             self._process.close()
             self.pipe.close()
             self._log.close()
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """A variable for the processes that are started here."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def _serve(pipe: Connection, port: int, log: str) -> None:

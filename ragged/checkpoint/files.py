@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK", "opened", "read_at", "sync_folder", "write_at", "write_file"]
+__all__ = ["CHUNK", "opened", "read_at", "sync_file", "sync_folder", "write_at", "write_file"]
 
 CHUNK = 1 << 22  # bytes at a time: they are still in the cache when their checksum has been taken
 
@@ -58,11 +58,16 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def write_file(path: Path, data: bytes, size: int | None = None) -> None:
-    """A new file, on the disk when this returns; `size`: with room up to so many bytes."""
+    """A new file; `size`: with room up to so many bytes."""
     with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
         write_at(fd, torch.frombuffer(bytearray(data), dtype=torch.uint8), 0)
         if size is not None:
             os.ftruncate(fd, size)
+
+
+def sync_file(path: Path) -> None:
+    """What was written to a file, by whichever process on this host, is on the disk when this returns."""
+    with opened(path, os.O_RDONLY) as fd:
         os.fsync(fd)
 
 

@@ -30,23 +30,24 @@ class Job:
     """What a rank has to do for a checkpoint.
 
     Attributes:
-      path: of the folder; `rank`, `ranks`: position among those that save, and their number.
+      path: of the folder; `rank`, `ranks`: position among those that save, and their number; `me`: global rank.
       keep: checkpoints to keep, None for all.
       places: where tensors go, by name; `headers`: first bytes by file; `indices`: texts by file.
       values: numbers, text and counters by name; `plans`: layouts by tree.
-      mine: (name, holder, segments of its tensor) that are this rank's to write.
+      held: what this rank has of the tensors.
     """
 
     path: Path
     rank: int
     ranks: int
+    me: int
     keep: int | None
     places: Mapping[str, Place]
     headers: Mapping[str, bytes]
     indices: Mapping[str, str]
     values: Mapping[str, Any]
     plans: Mapping[str, Plan]
-    mine: Sequence[tuple[str, Holder, list[Segment]]]
+    held: Sequence[Holder]
 
     @property
     def folder(self) -> Path:
@@ -59,13 +60,18 @@ class Job:
     def apart(self) -> Job:
         """The same on copies of the tensors, one per tensor that holds several leaves."""
         copies: dict[int, Tensor] = {}
-        mine = []
-        for name, holder, found in self.mine:
+        held = []
+        for holder in self.held:
             x = holder.tensor
             if id(x) not in copies:
                 copies[id(x)] = x.detach().clone() if x.device.type == "cpu" else x.detach().cpu()
-            mine.append((name, holder._replace(tensor=copies[id(x)]), found))
-        return replace(self, mine=mine)
+            held.append(holder._replace(tensor=copies[id(x)]))
+        return replace(self, held=held)
+
+    def own(self, holder: Holder) -> list[Segment]:
+        """What of a tensor is this rank's to write: its share where replicas hold the same."""
+        index, count = replicas(holder.held, holder.grid, self.me)
+        return shared(segments(holder.held, holder.grid, self.me), index, count)
 
 
 def planned(path: Path, trees: Any, ranks: Ranks, keep: int | None, file_size: int) -> Job:
@@ -88,23 +94,19 @@ def planned(path: Path, trees: Any, ranks: Ranks, keep: int | None, file_size: i
     except Exception as problem:
         error = problem
     same("the checkpoint to save", repr(facts), lambda: facts, ranks.group, error)
-    mine = []
-    for holder in found:
-        index, count = replicas(holder.held, holder.grid, ranks.me)
-        if own := shared(segments(holder.held, holder.grid, ranks.me), index, count):
-            mine.append((holder.name, holder, own))
     counters = {name: v.detach().cpu().clone() if isinstance(v, Tensor) else v for name, v in values.items()}
     return Job(
         path,
         ranks.group.rank,
         ranks.group.size,
+        ranks.me,
         keep,
         places,
         {file: start for file, (start, _) in made.items()},
         _indices(files, tensors),
         counters,
         plans,
-        mine,
+        found,
     )
 
 

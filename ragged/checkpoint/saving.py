@@ -147,10 +147,12 @@ def save(
     try:
         if job.rank == 0:
             begin(job)
+        if async_:
+            job = job.apart()
     except Exception as problem:
         error = problem
-    agree(f"starting to save {job.path}", {}, ranks.group, error)
-    saving = Saving(job.apart() if async_ else job, ranks)
+    agree(f"starting to save {job.path}", {}, ranks.group, error)  # copied by now: no rank writes while others copy
+    saving = Saving(job, ranks)
     if async_:
         saving._start()
         return saving

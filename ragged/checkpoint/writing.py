@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ragged.checkpoint.checksums import MODULUS, checksum
-from ragged.checkpoint.files import CHUNK, opened, sync_folder, write_at, write_file
+from ragged.checkpoint.files import CHUNK, opened, sync_file, sync_folder, write_at, write_file
 from ragged.checkpoint.holders import Holder
 from ragged.checkpoint.jobs import Job
 from ragged.checkpoint.manifest import MANIFEST, Manifest, checkpoints
@@ -55,13 +55,13 @@ def write(job: Job) -> None:
     """Write what is this rank's to write, and report to rank 0: checksums, or what went wrong."""
     sums: dict[str, int] = {}
     try:
-        by_file: dict[str, list[tuple[str, Holder, list[Segment]]]] = {}
-        for each in job.mine:
-            by_file.setdefault(job.places[each[0]].file, []).append(each)
-        for file, mine in by_file.items():
+        by_file: dict[str, list[Holder]] = {}
+        for holder in job.held:
+            by_file.setdefault(job.places[holder.name].file, []).append(holder)
+        for file, held in by_file.items():
             with opened(job.folder / file, os.O_WRONLY) as fd:
-                for name, holder, own in mine:
-                    sums[name] = _write_tensor(fd, holder.tensor, own, job.places[name])
+                for holder in held:
+                    sums[holder.name] = _write_tensor(fd, holder.tensor, job.own(holder), job.places[holder.name])
                 os.fsync(fd)
     except Exception as error:
         with contextlib.suppress(OSError):  # where not even this can be written, `Saving.wait` tells the others
@@ -113,6 +113,8 @@ def publish(job: Job, abandoned: threading.Event) -> None:
         {tree: texts[plan] for tree, plan in job.plans.items()},
     )
     write_file(job.folder / MANIFEST, manifest.to_json().encode())
+    for file in (*job.headers, *job.indices, MANIFEST):
+        sync_file(job.folder / file)
     sync_folder(job.folder)
     job.folder.rename(job.path)
     sync_folder(job.path.parent)

@@ -43,9 +43,9 @@ def transformation(block: Any, min_size: int = 20) -> Any:
     )
 
 
-def lists(tree: Any) -> Any:
+def bits(tree: Any) -> Any:
     """Bits, in a form that ranks can send: NaNs too."""
-    return optree.tree_map(lambda x: x.contiguous().view(torch.uint8).flatten().tolist() if x.ndim else x.item(), tree)
+    return optree.tree_map(lambda x: x.contiguous().view(torch.uint8).numpy().tobytes() if x.ndim else x.item(), tree)
 
 
 def trained(sizes: Any, names: Any, spec: Any, block: Any, dtype: torch.dtype = torch.float32) -> Any:
@@ -64,7 +64,7 @@ def trained(sizes: Any, names: Any, spec: Any, block: Any, dtype: torch.dtype = 
             rank = tree.plan.bound().rank(piece.bucket.ragged)
             for a, b in piece.bucket.local_gaps(rank, piece.start, piece.stop):
                 assert not x[a:b].any()
-    return lists((seen, unshard(p), [unshard(x) for x in (*state[0].mu, *state[0].nu)]))
+    return bits((seen, unshard(p), [unshard(x) for x in (*state[0].mu, *state[0].nu)]))
 
 
 RAGGED = P(ragged="fsdp")
@@ -120,7 +120,7 @@ def threshold(sizes: Any, names: Any) -> Any:
             p, state = optim.make_step(tx)(p, shard({n: w(x.shape, k) for n, x in tree.items()}, p.plan), state)
         assert state[0].mu.codes.paths == ("big",)
         assert state[0].mu.small.paths == ("p0", "p1", "p2", "p3")
-        out.append(lists(unshard(p)))
+        out.append(bits(unshard(p)))
     assert out[0] == out[1]
     return out[0]
 
@@ -140,7 +140,7 @@ def short_blocks() -> Any:
         state = tx.init(p)
         for k in (2, 3):
             p, state = optim.make_step(tx)(p, shard({"x": w(shape, k)}, p.plan), state)
-        out.append(lists([unshard(x) for x in (p, *state[0].mu, *state[0].nu)]))
+        out.append(bits([unshard(x) for x in (p, *state[0].mu, *state[0].nu)]))
     return out
 
 
@@ -186,7 +186,7 @@ def empty_last(order: str) -> Any:
         p, state = optim.make_step(tx)(p, shard(values(k + 1, shapes), p.plan), state)
     new = unshard(p)
     assert all((new[k] != tree[k]).any(dim=1).all() for k in tree)
-    return lists(new)
+    return bits(new)
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
@@ -214,7 +214,7 @@ def moved(block: Any) -> None:
                 is_leaf=lambda x: hasattr(x, "plan"),
             )
         p, state = optim.make_step(tx)(p, shard(values(3), p.plan), state)
-        ends.append(lists([unshard(x) for x in (p, *state[0].mu, *state[0].nu)]))
+        ends.append(bits([unshard(x) for x in (p, *state[0].mu, *state[0].nu)]))
     assert ends[0] == ends[1]
     assert dist.get_world_size() == 4
 

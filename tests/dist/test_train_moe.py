@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -21,11 +23,12 @@ from examples import train_moe as moe
 from fsdp import gathered, value_and_grad
 from optim import adamw, chain, clip_by_global_norm, global_norm, make_step
 from ragged import P, init, make_mesh, plan, shard, unshard
-from tests.dist.test_train_gpt import by_path, torchrun
+from tests.dist.test_train_gpt import by_path
 from tests.pool import Pool
 
 SIZES: dict[str, Any] = {"d": 32, "layers": 2, "heads": 4, "experts": 8}
-STEPS, BATCH, CONTEXT, RATE, DECAY, ALPHA, CLIP = 10, 8, 24, 3e-3, 0.1, 0.05, 0.5
+BATCH, CONTEXT, RATE, DECAY, ALPHA, CLIP = 8, 24, 3e-3, 0.1, 0.05, 0.5
+STEPS = {torch.float32: 10, torch.float64: 5}  # why: test_train_gpt.py
 EPS = {torch.float32: 1e-6, torch.float64: 1e-8}  # why: test_train_gpt.py
 CLOSE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
@@ -56,7 +59,7 @@ def sharded(dtype: torch.dtype, shape: tuple[int, ...], axes: tuple[str, ...]) -
     state, step_fn = tx.init(params), make_step(tx)
     loss_and_grad = value_and_grad(moe.loss_fn, has_aux=True)  # the default data axes are the right ones
     run = Run([], [], [], {})
-    for step in range(STEPS):
+    for step in range(STEPS[dtype]):
         (loss, aux), grads = loss_and_grad(params, draw(step, (at.data.rank, at.data.size)), at, ALPHA)
         run.losses.append(loss.item())
         run.norms.append(global_norm(grads).item())
@@ -71,7 +74,7 @@ def plain(dtype: torch.dtype) -> Run:
     leaves = [x.requires_grad_() for x in optree.tree_leaves(params)]
     optimizer = torch.optim.AdamW(leaves, lr=RATE, eps=EPS[dtype], weight_decay=DECAY)
     run = Run([], [], [], by_path(params))
-    for step in range(STEPS):
+    for step in range(STEPS[dtype]):
         optimizer.zero_grad()
         loss, aux = moe.loss_fn(params, draw(step, (0, 1)), alpha=ALPHA)
         loss.backward()
@@ -89,7 +92,7 @@ def plain(dtype: torch.dtype) -> Run:
 def reference(pool: Pool) -> dict[torch.dtype, Run]:
     runs: dict[torch.dtype, Run] = {dtype: pool.run(1, plain, dtype)[0] for dtype in CLOSE}
     for run in runs.values():
-        assert run.losses[-1] < run.losses[0] - 0.3
+        assert run.losses[-1] < run.losses[0] - 0.03 * len(run.losses)
         assert min(run.norms) > CLIP
         assert all(sum(load) == BATCH * CONTEXT * 2 for step in run.loads for load in step)  # nothing is dropped
     return runs
@@ -177,20 +180,40 @@ FLAGS = {"width": 32, "layers": 2, "heads": 4, "experts": 4, "context": 32, "bat
 FLAGS |= {"steps": 30, "every": 10, "eval-batches": 2, "device": "cpu"}
 
 
-def execute(out: Path, launcher: list[str], *flags: str) -> tuple[str, list[dict[str, float]]]:
-    command = [*launcher, moe.__file__, *(f"--{k}={v}" for k, v in FLAGS.items()), "--out", str(out), *flags]
+def flags(out: Path, **more: str) -> list[str]:
+    return [f"--{k}={v}" for k, v in (FLAGS | {"text": moe.__file__, "out": out} | more).items()]
+
+
+def rows_of(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def execute(arguments: list[str]) -> str:
+    """What the program prints, run by plain python; warnings are errors."""
     env = os.environ | {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(moe.__file__).parents[1]), env.get("PYTHONPATH", "")])
+    command = [sys.executable, moe.__file__, *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
-    return done.stdout, [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return done.stdout
 
 
-def test_program(tmp_path: Path) -> None:
-    """Plain python and four processes print and write the same training."""
-    text, one = execute(tmp_path / "one", [sys.executable])
-    _, four = execute(tmp_path / "four", torchrun(4), "--mesh", "2,2", "--axes", "ep,tp")
+def main(arguments: list[str]) -> str:
+    """What a rank of the pool prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        moe.main(arguments)
+    assert dist.is_initialized()
+    return out.getvalue()
+
+
+def test_program(run: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Plain python and four processes print and write the same training. Under torchrun: test_train_gpt.py."""
+    text = execute(flags(tmp_path / "one"))
+    said = run(4, main, flags(tmp_path / "four", mesh="2,2", axes="ep,tp"))
+    assert said[0].count("\n") > 10
+    assert said[1:] == [""] * 3
+    one, four = rows_of(tmp_path / "one"), rows_of(tmp_path / "four")
     for rows in (one, four):
         assert [row["step"] for row in rows] == [1, 10, 20, 30]
         assert rows[-1]["val_loss"] < rows[0]["val_loss"] - 1

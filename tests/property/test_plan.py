@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
 import optree
@@ -19,10 +20,6 @@ from ragged.planner import Item, lower_bound, pack_in_order
 from ragged.planner.reference import scan_shard
 from ragged.selection import select
 from ragged.spec import block_elements
-
-examples = settings(
-    max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
-)
 
 
 @dataclass(frozen=True)
@@ -68,34 +65,54 @@ class Case:
         return plan(self.shapes, {"fsdp": self.ranks}, specs, **how)
 
 
-# The last three are hard to order: equal as numbers, and a digit that is no decimal.
+MOST = 8  # ranks
+
+# Strategies are made once, and what depends on what is worked out from their values afterwards: strategies made
+# anew for every case would take most of the time.
+# The last three keys are hard to order: equal as numbers, and a digit that is no decimal.
 keys = st.sampled_from(["w", "b", "layers", "2", "10", "01", "1", "²"])
 shapes = st.lists(st.sampled_from([0, 1, 1, 2, 3, 4, 5, 6, 7]), max_size=3).map(tuple)
+dtypes = st.sampled_from([torch.float32, torch.float32, torch.bfloat16])
+tiles = st.lists(st.one_of(st.none(), st.integers(1, 5)), min_size=1, max_size=3).map(tuple)
+blocks = st.one_of(st.sampled_from([ELEMENT, ROW, TENSOR]), st.integers(1, 40), tiles)
+one_in_six = st.integers(0, 5).map(lambda n: n == 0)
+cuts = st.lists(st.integers(0, 399), min_size=MOST, max_size=MOST)
+drafts = st.tuples(shapes, dtypes, blocks, one_in_six, st.one_of(*[st.none()] * 5, cuts))
+trees = st.recursive(
+    st.one_of(drafts, drafts, drafts, st.none()),
+    lambda c: st.one_of(st.dictionaries(keys, c, max_size=4), st.lists(c, max_size=4)),
+    max_leaves=8,
+)
 
 
-@st.composite
-def leaves(draw: st.DrawFn, ranks: int) -> Leaf:
-    shape = draw(shapes)
-    tiles = st.lists(st.one_of(st.none(), st.integers(1, 5)), min_size=1, max_size=len(shape)).map(tuple)
-    blocks = [st.sampled_from([ELEMENT, ROW, TENSOR]), st.integers(1, 40), *([tiles] if shape else [])]
-    dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16]))
-    leaf = Leaf(shape, dtype, draw(st.one_of(blocks)), draw(st.integers(0, 5)) == 0)
-    if draw(st.integers(0, 5)):
-        return leaf
-    count = -(-math.prod(shape) // block_elements(leaf.block, shape))
-    total = draw(st.sampled_from([d for d in range(1, count + 1) if count % d == 0] or [3]))
-    cuts = sorted(draw(st.lists(st.integers(0, total), min_size=ranks - 1, max_size=ranks - 1)))
-    return replace(leaf, shares=tuple(b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)))
+def made_leaf(draft: Any, ranks: int) -> Leaf:
+    """A leaf whose tile has no more dims than it has, and whose shares (of the sums that are legal) fit the ranks."""
+    shape, dtype, block, frozen, chosen = draft
+    if isinstance(block, tuple):
+        block = block[: len(shape)] or ROW
+    if chosen is None:
+        return Leaf(shape, dtype, block, frozen)
+    count = -(-math.prod(shape) // block_elements(block, shape))
+    totals = [d for d in range(1, count + 1) if count % d == 0] or [3]
+    total = totals[chosen[0] % len(totals)]
+    borders = sorted(n % (total + 1) for n in chosen[1:ranks])
+    shares = tuple(b - a for a, b in zip([0, *borders], [*borders, total], strict=True))
+    return Leaf(shape, dtype, block, frozen, shares)
 
 
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    ranks = draw(st.integers(1, 8))
-    leaf = leaves(ranks)
-    grow: Any = lambda c: st.one_of(st.dictionaries(keys, c, max_size=4), st.lists(c, max_size=4))  # noqa: E731
-    tree = draw(st.recursive(st.one_of(leaf, leaf, leaf, st.none()), grow, max_leaves=8))
-    units = draw(st.sampled_from([(), ("**",)])) if optree.tree_leaves(tree) else ()
-    return Case(tree, ranks, draw(st.sampled_from([1, 8, 64])), units, draw(st.sampled_from([0, 1 << 23])))
+def made_case(ranks: int, tree: Any, align: int, units: tuple[str, ...], price: int) -> Case:
+    made = optree.tree_map(lambda draft: made_leaf(draft, ranks), tree, is_leaf=lambda x: isinstance(x, tuple))
+    return Case(made, ranks, align, units if optree.tree_leaves(made) else (), price)
+
+
+cases = st.builds(
+    made_case,
+    st.integers(1, MOST),
+    trees,
+    st.sampled_from([1, 8, 64]),
+    st.sampled_from([(), ("**",)]),
+    st.sampled_from([0, 1 << 23]),
+)
 
 
 def owners(bucket: Bucket) -> list[int]:
@@ -151,10 +168,7 @@ def check_bucket(bucket: Bucket, align: int) -> None:
         assert a <= leaf.offset <= leaf.stop <= b
 
 
-@examples
-@given(cases())
-def test_every_element_has_one_place_and_one_owner(case: Case) -> None:
-    p = case.plan()
+def every_element_has_one_place_and_one_owner(case: Case, p: Plan) -> None:
     assert list(p.leaves) == [".".join(map(str, path)) for path in optree.tree_paths(case.tree)]
     for info, leaf in zip(p.leaves.values(), case.leaves, strict=True):
         assert (info.shape, info.dtype, info.spec) == (leaf.shape, leaf.dtype, leaf.spec)
@@ -168,19 +182,14 @@ def test_every_element_has_one_place_and_one_owner(case: Case) -> None:
     assert p.padding == (sum(b.length for b in p.buckets) / elements - 1 if elements else 0)
 
 
-@examples
-@given(cases())
-def test_no_smaller_shard_is_legal(case: Case) -> None:
-    for bucket in case.plan().buckets:
+def no_smaller_shard_is_legal(case: Case, p: Plan) -> None:
+    for bucket in p.buckets:
         if bucket.bounds.explicit is None:
             items = [Item(math.prod(f.shape), block_elements(f.spec.block, f.shape)) for f in bucket.leaves]
             assert bucket.shard == scan_shard(items, case.ranks, case.align)
 
 
-@examples
-@given(cases())
-def test_no_worse_than_the_natural_order_no_better_than_the_bound(case: Case) -> None:
-    p = case.plan()
+def no_worse_than_the_natural_order_no_better_than_the_bound(case: Case, p: Plan) -> None:
     for unit in p.units:
         groups: dict[Any, list[Bucket]] = defaultdict(list)
         for b in unit.buckets:
@@ -195,10 +204,8 @@ def test_no_worse_than_the_natural_order_no_better_than_the_bound(case: Case) ->
             assert len(group) == 1 or case.price == 0
 
 
-@examples
-@given(cases(), st.integers(0, 400), st.integers(0, 400))
-def test_local_gaps_are_the_zeros_that_a_rank_holds(case: Case, start: int, length: int) -> None:
-    for bucket in case.plan().buckets:
+def local_gaps_are_the_zeros_that_a_rank_holds(p: Plan, start: int, length: int) -> None:
+    for bucket in p.buckets:
         padding = {i for a, b in bucket.gaps for i in range(a, b)}
         for rank in range(bucket.ranks):
             for lo, hi in ((0, bucket.length), (start, min(start + length, bucket.length))):
@@ -208,12 +215,9 @@ def test_local_gaps_are_the_zeros_that_a_rank_holds(case: Case, start: int, leng
                 assert [i for a, b in bucket.local_gaps(rank, lo, stop) for i in range(a, b)] == expected
 
 
-@examples
-@given(cases(), st.randoms(use_true_random=False))
-def test_a_selection_and_its_complement_tile_the_buffers(case: Case, random: Any) -> None:
-    p = case.plan()
+def a_selection_and_its_complement_tile_the_buffers(p: Plan, rng: Random) -> None:
     paths = list(p.leaves)
-    chosen = [path for path in paths if random.random() < 0.5]
+    chosen = [path for path in paths if rng.random() < 0.5]
     rest = [path for path in paths if path not in chosen]
     flat = optree.tree_structure([0])
     parts = [select(p, flat, chosen), select(p, flat, rest)]
@@ -230,10 +234,7 @@ def test_a_selection_and_its_complement_tile_the_buffers(case: Case, random: Any
             assert [i for a, b in held_by for i in range(a, b)] == list(range(piece.start, piece.stop))
 
 
-@examples
-@given(cases())
-def test_json_round_trip(case: Case) -> None:
-    p = case.plan()
+def json_round_trip(case: Case, p: Plan) -> None:
     again = Plan.from_json(p.to_json(), like=case.shapes)
     assert again == p
     assert hash(again) == hash(p)
@@ -243,23 +244,36 @@ def test_json_round_trip(case: Case) -> None:
     assert again.to_json() == p.to_json()
 
 
-def reinserted(tree: Any, random: Any, make: type) -> Any:
+def reinserted(tree: Any, rng: Random, make: type) -> Any:
     """The same mapping entries in another insertion order."""
     if isinstance(tree, list):
-        return [reinserted(child, random, make) for child in tree]
+        return [reinserted(child, rng, make) for child in tree]
     if not isinstance(tree, dict):
         return tree
-    entries = [(key, reinserted(child, random, make)) for key, child in tree.items()]
-    random.shuffle(entries)
+    entries = [(key, reinserted(child, rng, make)) for key, child in tree.items()]
+    rng.shuffle(entries)
     return make(entries)
 
 
-@examples
-@given(cases(), st.randoms(use_true_random=False), st.sampled_from([dict, OrderedDict]))
-def test_insertion_order_does_not_matter(case: Case, random: Any, make: type) -> None:
-    p = case.plan()
-    other = replace(case, tree=reinserted(case.tree, random, make)).plan()
+def insertion_order_does_not_matter(case: Case, p: Plan, rng: Random, make: type) -> None:
+    other = replace(case, tree=reinserted(case.tree, rng, make)).plan()
     assert other.fingerprint == p.fingerprint
     assert other == p
     assert other.to_json() == p.to_json()
     assert dict(other.leaves) == dict(p.leaves)
+
+
+@settings(
+    max_examples=600, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+@given(cases, st.integers(0, 400), st.integers(0, 400), st.integers(0, 1 << 32), st.sampled_from([dict, OrderedDict]))
+def test_what_holds_of_every_plan(case: Case, start: int, length: int, seed: int, make: type) -> None:
+    """All properties of each drawn case: drawing it takes longer than to check it."""
+    p, rng = case.plan(), Random(seed)
+    every_element_has_one_place_and_one_owner(case, p)
+    no_smaller_shard_is_legal(case, p)
+    no_worse_than_the_natural_order_no_better_than_the_bound(case, p)
+    local_gaps_are_the_zeros_that_a_rank_holds(p, start, length)
+    a_selection_and_its_complement_tile_the_buffers(p, rng)
+    json_round_trip(case, p)
+    insertion_order_does_not_matter(case, p, rng, make)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 import random
-import subprocess
-import sys
 import time
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +16,6 @@ from ragged.planner import Item
 from ragged.planner.reference import is_legal, scan_shard
 
 F32, BF16 = torch.float32, torch.bfloat16
-ROOT = Path(__file__).parents[2]
 
 
 def one(shape: tuple[int, ...], ranks: int, block: Any = ROW, align: int = 1, **spec: Any) -> Plan:
@@ -185,39 +180,6 @@ def test_none_is_replicated(spec: Any) -> None:
 
 
 # --- the same plan everywhere ---------------------------------------------------------------
-
-HASHED = """
-import random, sys, torch
-from ragged import P, plan, rules
-names = ["layer.2", "layer.10", "layer.1", "norm", "embed"]
-random.Random(int(sys.argv[1])).shuffle(names)
-tree = {name: {k: ((7, 5), torch.float32) for k in set("abc")} for name in names}
-p = plan(tree, {"fsdp": 4}, P(ragged="fsdp"), units=["layer.*"])
-sizes = [("a", 96), ("b", 128), ("c", 128)]
-random.Random(int(sys.argv[1])).shuffle(sizes)
-pair = {"u": {name: {"w": ((n, 64), torch.float32)} for name, n in sizes}}
-blocks = rules({"u.a.*": P(ragged="fsdp", block=(3, None)), "u.**": P(ragged="fsdp", block=(4, None))})
-several = plan(pair, {"fsdp": 32}, blocks, price=0)
-assert len(several.buckets) == 2
-print(several.fingerprint, p.fingerprint, [u.name for u in p.units])
-"""
-
-
-def test_hash_seeds_and_insertion_orders_give_one_plan() -> None:
-    """PL-06, deepspeedai/DeepSpeed#5283 and pytorch/pytorch#64629."""
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", HASHED, seed],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seed in ("1", "2")
-    ]
-    printed = {process.communicate(timeout=60)[0] for process in running}
-    assert [process.returncode for process in running] == [0, 0]
-    (text,) = printed
-    assert text.endswith("['embed', 'layer.1', 'layer.2', 'layer.10', 'norm']\n")
 
 
 def test_insertion_order_of_any_mapping() -> None:
