@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from ragged.collectives import Pending
 from ragged.layout import Bucket
 from ragged.mesh import Comm
 
-__all__ = ["Full", "check_outputs"]
+__all__ = ["Full"]
 
 
 class Full:
@@ -133,22 +132,6 @@ class Full:
         """Let go of the autograd graph, which holds this object in turn."""
         self._outputs = None
         self._raw = {}
-
-
-def check_outputs(out: Any, fulls: Sequence[Full]) -> None:
-    """Raise for results of a gathered function that backward could not serve."""
-    for x in optree.tree_leaves(out):
-        if isinstance(x, Tensor):
-            if any(full.owns(x) for full in fulls):
-                raise ValueError(
-                    f"a gathered function returned a tensor of shape {tuple(x.shape)} that is a view of its "
-                    "parameters, whose memory is freed now; return a computed value or a clone"
-                )
-        elif torch.is_grad_enabled() and not isinstance(x, (bool, int, float, complex, str, bytes)):
-            raise ValueError(
-                f"a gathered function returned a {type(x).__name__}, in which tensors for backward could hide; "
-                "return tensors in tuples, lists and dicts, or register the class with optree"
-            )
 
 
 def _inner(x: Any) -> Iterator[Tensor]:

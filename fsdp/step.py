@@ -10,7 +10,8 @@ import optree
 import torch
 from torch import Tensor
 
-from fsdp.full import Full, check_outputs
+from fsdp.full import Full
+from fsdp.outputs import check_outputs
 from fsdp.schedule import Event, Recorder, Schedule
 from ragged.buffer import compare
 from ragged.collectives import Pending, all_reduce
@@ -132,9 +133,9 @@ class Step:
         finally:
             for full in fulls:
                 full.uses -= 1
-        check_outputs(out, fulls)
+        found = check_outputs(out, fulls)
         if not self.backward:
-            self._leave(fulls, [x for x in optree.tree_leaves(out) if isinstance(x, Tensor)])
+            self._leave(fulls, found)
         return out
 
     def _leave(self, fulls: Sequence[Full], outputs: Sequence[Tensor]) -> None:
