@@ -42,8 +42,12 @@ def foreign_places(path: Path) -> dict[str, Place]:
 def _of(files: list[Path]) -> dict[str, Place]:
     out: dict[str, Place] = {}
     for file in files:
-        for name, place in parse(file.name, read_header(file), file.stat().st_size)[0].items():
+        try:
+            found, _ = parse(file.name, read_header(file), file.stat().st_size)
+        except ValueError as error:
+            raise ValueError(f"{file.parent}/{error}") from None
+        for name, place in found.items():
             if name in out:
-                raise ValueError(f"{name!r} is both in {out[name].file} and in {file.name}")
+                raise ValueError(f"{file.parent}: {name!r} is both in {out[name].file} and in {file.name}")
             out[name] = place
     return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp import functionalize, value_and_grad
 from optim import adamw, make_step
 from ragged import P, ShardedTree, collectives, combine, make_mesh, partition, plan, shard, unshard
+from ragged import checkpoint as checkpoint_folders
 
 
 class Block(nn.Module):
@@ -157,6 +159,31 @@ def test_a_unit_is_gathered_twice_and_reduced_once(run: Any) -> None:
         for counts in run(2, counted, name):
             assert counts["reduce_scatter"] == 6
             assert counts["all_gather"] <= 2 * 6
+
+
+def loaded(folder: str) -> None:
+    """From a folder that transformers wrote into shards; the module never has values here."""
+    want, _ = llama()
+    with torch.device("meta"):
+        module, _ = llama()
+    apply, full, _ = functionalize(module)
+    _, _, buffers = functionalize(want)  # computed, not saved
+    mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
+    layout = plan(full, mesh, P(ragged="fsdp"), units=["model.layers.*"])
+    found = checkpoint_folders.load(folder, {"params": layout}, rename=lambda name: name.removeprefix("params."))
+    batch = tokens(0, 1, 0)
+    with torch.no_grad():
+        got, _ = apply(found["params"], buffers, batch)
+        assert torch.equal(got.logits, want(batch).logits)
+
+
+def test_weights_that_transformers_wrote(run: Any, tmp_path: Path) -> None:
+    module, _ = llama()
+    module.save_pretrained(tmp_path / "whole")
+    module.save_pretrained(tmp_path / "parts", max_shard_size="8KB")
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
+    for name in ("whole", "parts"):
+        run(2, loaded, str(tmp_path / name))
 
 
 def partly_trained() -> None:
