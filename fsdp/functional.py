@@ -93,8 +93,10 @@ def _nested(flat: Mapping[str, Any]) -> Tree:
 
 
 def _flat(tree: Any) -> dict[str, Tensor]:
-    paths, leaves, _ = optree.tree_flatten_with_path(tree)
-    return {".".join(map(str, path)): x for path, x in zip(paths, leaves, strict=True)}
+    """Plain tensors by name."""
+    paths, leaves, _ = optree.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, ShardedTree))
+    pairs = zip(paths, leaves, strict=True)
+    return {".".join(map(str, path)): x for path, x in pairs if not isinstance(x, ShardedTree)}
 
 
 class Apply:
@@ -149,12 +151,11 @@ class _Skeleton:
     def run(self, params: Any, buffers: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tree]:
         kept = {name: b.clone() for name, b in _flat(buffers).items()}  # modules change buffers in place
         trees = tuple(sharded_trees(params))
-        given = kept | ({} if trees else _flat(params))
+        given = kept | _flat(params)
         self._check(given, trees)
-        outer, self._running = self._running, _Running(trees, self._points_of(trees)) if trees else None
-        if not self._depth:
-            self._values = {}
-        self._values |= given
+        before = self._running, self._values
+        self._running = _Running(trees, self._points_of(trees)) if trees else None
+        self._values = {**(self._values if self._depth else {}), **given}
         self._depth += 1
         try:
             inside = {f"module.{alias}": x for name, x in given.items() for alias in self.names[name]}
@@ -162,9 +163,9 @@ class _Skeleton:
         finally:
             self._depth -= 1
             if self._depth:
-                self._running = outer
+                self._running = before[0]
             elif not torch.is_grad_enabled():  # else it stays for backward, in which checkpoints run modules again
-                self._running, self._values = None, {}
+                self._running, self._values = before
         return out, _nested(found)
 
     def _check(self, given: Mapping[str, Tensor], trees: tuple[ShardedTree, ...]) -> None:
@@ -292,5 +293,5 @@ class _Harvest(nn.Module):
         self, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Tensor]]:
         out = self.module(*args, **kwargs)
-        found = dict(self.module.named_buffers())
+        found = dict(self.module.named_buffers(remove_duplicate=False))
         return out, {name: found[name].detach() for name in names}

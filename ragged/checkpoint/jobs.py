@@ -74,19 +74,31 @@ class Job:
         return shared(segments(holder.held, holder.grid, self.me), index, count)
 
 
-def planned(path: Path, trees: Any, ranks: Ranks, keep: int | None, file_size: int) -> Job:
-    """Names, places and this rank's part of the work; compared between ranks."""
+def planned(path: Path, trees: Any, ranks: Ranks, keep: int | None, file_size: int, async_: bool) -> Job:
+    """Names, places and this rank's part of the work; compared between ranks.
+
+    Raises:
+      ValueError: on all ranks: a name that can't be a file's, a number of checkpoints that is none, and what
+        `named` and `header` refuse.
+    """
     error: Exception | None = None
     facts: dict[str, str] = {}
+    options = {"keep": keep, "file_size": file_size, "async_": async_}
     try:
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise ValueError(f"keep={keep!r}: expected the number of checkpoints to keep, at least 1")
         parts = named(trees)
+        odd = next((name for name in trees if not set(name).isdisjoint("/\\.\0")), None)
+        if odd is not None:
+            raise ValueError(f"a tree called {odd!r} can't be a file; use a name without slashes and dots")
         tensors = {e.name: e.shape for e in parts.entries if e.shape is not None}
         values = {e.name: parts.leaves[e.at] for e in parts.entries if e.shape is None}
         files = _files(tensors, file_size)
         made = {file: header(file, some, {"format": "pt"}) for file, some in files.items()}
         places = {name: place for _, found in made.values() for name, place in found.items()}
         found = holders(parts, ranks)
-        facts = {"the path": str(path), **{f"value {name!r}": repr(value) for name, value in values.items()}}
+        facts = {"the path": str(path), "the options": repr(options)}
+        facts |= {f"value {name!r}": _told(value) for name, value in values.items()}
         facts |= {f"tensor {name!r}": f"{tuple(s.shape)} {s.dtype}" for name, s in tensors.items()}
         facts |= {f"tensor {h.name!r}": _content(h.tensor) for h in found if h.plain}
         plans = _plans(parts)
@@ -108,6 +120,11 @@ def planned(path: Path, trees: Any, ranks: Ranks, keep: int | None, file_size: i
         plans,
         found,
     )
+
+
+def _told(value: Any) -> str:
+    """A value as text, equal on all ranks: without the device."""
+    return f"{value.dtype} {value.item()!r}" if isinstance(value, Tensor) else repr(value)
 
 
 def _content(x: Tensor) -> str:
@@ -151,8 +168,8 @@ def _indices(files: Mapping[str, Mapping[str, Shaped]], tensors: Mapping[str, Sh
     """The index that other tools expect beside several files."""
     out = {}
     for file in files:
-        if "-of-" in file:
-            tree = next(iter(files[file])).split(".")[0]
+        tree = next(iter(files[file])).split(".")[0]
+        if file != f"{tree}.safetensors":
             where = {name: f for f, group in files.items() for name in group if name.split(".")[0] == tree}
             total = sum(tensors[name].numel() * tensors[name].dtype.itemsize for name in where)
             out[f"{tree}.safetensors.index.json"] = json.dumps({"metadata": {"total_size": total}, "weight_map": where})

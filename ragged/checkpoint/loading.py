@@ -90,6 +90,9 @@ def load_from(
         facts = {"the path": str(where), "what is loaded": repr(sorted(names.items())), "strict": repr(strict)}
         facts |= {f"tensor {name!r}": f"{s.shape} {s.dtype}" for name, s in sorted(source.shapes.items())}
         facts["the checksums"] = repr(sorted(source.checksums.items()))
+        facts["what is skipped"] = repr(skipped)
+        trees = [leaf for leaf in parts.leaves if isinstance(leaf, ShardedTree)]
+        facts |= {f"plan {i}": tree.plan.fingerprint for i, tree in enumerate(trees)}
     except Exception as problem:
         error = problem
     same("loading", repr(facts), lambda: facts, ranks.group, error)
@@ -168,7 +171,7 @@ def _is_like(value: Any, leaf: Any) -> bool:
     if isinstance(value, str) or isinstance(leaf, str):
         return type(value) is type(leaf)
     number = value.item() if isinstance(value, Tensor) else value
-    return not isinstance(leaf, Tensor) or torch.tensor(number).to(leaf.dtype).item() == number or number != number
+    return not isinstance(leaf, Tensor) or _tensor(number).to(leaf.dtype).item() == number or number != number
 
 
 def _fits(held: torch.dtype, wanted: torch.dtype) -> bool:
@@ -193,19 +196,21 @@ def _filled(
     where: Path, parts: Named, wanted: set[str], source: Source, names: Mapping[str, str], ranks: Ranks
 ) -> dict[str, Any]:
     """The trees, with what is wanted read from the files."""
-    leaves = [_fresh(leaf) for leaf in parts.leaves]
-    # Counters and numbers that other programs keep as tensors are read as such, and turned into values.
-    scalars = {
-        e.name: torch.empty((), dtype=source.shapes[names[e.name]].dtype)
-        for e in parts.entries
-        if e.name in wanted and e.shape is None and names[e.name] in source.shapes
-    }
-    own = holders(Named(leaves, parts.structure, parts.entries), ranks) + plain_holders(scalars, ranks)
-    found = [h for h in own if h.name in wanted and names[h.name] in source.shapes]
-    sums, error = [0] * len(found), None
+    leaves: list[Any] = []
+    found: list[Holder] = []
+    sums: list[int] = []
+    error: Exception | None = None
     try:
-        for i, holder in enumerate(found):
-            sums[i] = source.fill(names[holder.name], holder, ranks.me)
+        leaves += [_fresh(leaf) for leaf in parts.leaves]
+        # Counters and numbers that other programs keep as tensors are read as such, and turned into values.
+        scalars = {
+            e.name: torch.empty((), dtype=source.shapes[names[e.name]].dtype)
+            for e in parts.entries
+            if e.name in wanted and e.shape is None and names[e.name] in source.shapes
+        }
+        own = holders(Named(leaves, parts.structure, parts.entries), ranks) + plain_holders(scalars, ranks)
+        found += [h for h in own if h.name in wanted and names[h.name] in source.shapes]
+        sums += [source.fill(names[holder.name], holder, ranks.me) for holder in found]
         for entry in parts.entries:
             value = scalars.get(entry.name, source.values.get(names[entry.name]))
             if entry.name in wanted and value is not None:
@@ -231,14 +236,19 @@ def _fresh(leaf: Any) -> Any:
     return leaf
 
 
+def _tensor(number: Any) -> Tensor:
+    """A number with all its digits."""
+    return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else None)
+
+
 def _value(name: str, leaf: Any, value: Any) -> Any:
     """A value in the place of a leaf: a tensor of its dtype and device, a whole number for a whole number."""
     number = value.item() if isinstance(value, Tensor) else value
     if isinstance(leaf, Tensor):
-        made = torch.tensor(number).to(leaf.dtype)
+        made = _tensor(number).to(leaf.dtype)
         if made.item() != number and number == number:
             raise ValueError(f"{name!r} is {number} in the files, which does not fit into {leaf.dtype}")
-        return made.to(leaf.device)
+        return made if leaf.is_meta else made.to(leaf.device)
     whole = type(leaf) is int and isinstance(number, float) and number.is_integer()
     return int(number) if whole else number
 
@@ -249,10 +259,14 @@ def _verify(
     """Add the ranks' checksums up and compare. Each replica has read all of a tensor, so it counts as often."""
     if not source.checksums:
         return
-    halves = torch.tensor([[s >> 32, s & 0xFFFFFFFF] for s in sums], dtype=torch.int64, device=ranks.group.host)
-    totals = all_reduce(halves, ranks.group).wait().tolist()
-    for holder, (high, low) in zip(found, totals, strict=True):
+    which = [replicas(holder.held, holder.grid, ranks.me) for holder in found]
+    # The sum over all replicas alone would be blind in its top bits: an even number of equal changes there is none.
+    first = [s if index == 0 else 0 for s, (index, _) in zip(sums, which, strict=True)]
+    halves = [[p >> 32, p & 0xFFFFFFFF, q >> 32, q & 0xFFFFFFFF] for p, q in zip(first, sums, strict=True)]
+    table = torch.tensor(halves, dtype=torch.int64, device=ranks.group.host).view(-1, 4)
+    totals = all_reduce(table, ranks.group).wait().tolist()
+    for holder, (_, copies), (a, b, c, d) in zip(found, which, totals, strict=True):
         name = names[holder.name]
-        copies = replicas(holder.held, holder.grid, ranks.me)[1]
-        if ((high << 32) + low) % MODULUS != source.checksums[name] * copies % MODULUS:
+        want = source.checksums[name]
+        if ((a << 32) + b - want) % MODULUS or ((c << 32) + d - want * copies) % MODULUS:
             raise ValueError(f"{source.file(name)} is damaged: the checksum of {name!r} doesn't match")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ragged.checkpoint.safetensors import CODES, Place, parse
+from ragged.checkpoint.safetensors import CODES, LONGEST, Place, parse
 from ragged.paths import Shaped, natural_key
 
 __all__ = [
@@ -139,7 +139,7 @@ def read_header(path: Path) -> bytes:
     """The first bytes of a safetensors file: the header and its length."""
     with path.open("rb") as file:
         start = file.read(8)
-        return start + file.read(min(int.from_bytes(start, "little"), path.stat().st_size))
+        return start + file.read(min(int.from_bytes(start, "little"), LONGEST))
 
 
 def complete(folder: Path) -> bool:

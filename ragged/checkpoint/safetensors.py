@@ -16,7 +16,7 @@ import torch
 
 from ragged.paths import Shaped
 
-__all__ = ["CODES", "Place", "header", "parse"]
+__all__ = ["CODES", "LONGEST", "Place", "header", "parse"]
 
 CODES = {
     torch.bool: "BOOL",
@@ -38,7 +38,7 @@ CODES = {
     torch.uint64: "U64",
 }
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
-_LONGEST = 1 << 30  # bytes of a header that are still believed
+LONGEST = 1 << 30  # bytes of a header that are still believed
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def parse(file: str, start: bytes, size: int) -> tuple[dict[str, Place], dict[st
       ValueError: not such a file, or one that was cut short, naming it.
     """
     length = int.from_bytes(start[:8], "little")
-    if len(start) < 8 or length > _LONGEST or 8 + length > size:
+    if len(start) < 8 or length > LONGEST or 8 + length > size:
         raise ValueError(f"{file}: no safetensors file, or cut short: {size} bytes, of which the header is {length}")
     try:
         table = json.loads(start[8 : 8 + length])

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-import shutil
+import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ragged.agree import agree
 from ragged.checkpoint.holders import Ranks, ranks_of
 from ragged.checkpoint.jobs import Job, planned
-from ragged.checkpoint.writing import begin, publish, write
+from ragged.checkpoint.writing import begin, discard, publish, write
 
 __all__ = ["Saving", "save"]
 
@@ -52,7 +54,7 @@ class Saving:
                 if self._thread is not None:
                     self._thread.join()  # so that it finds nothing of a later save at this path
                 if self._job.rank == 0:
-                    shutil.rmtree(self._job.folder, ignore_errors=True)
+                    discard(self._job)
                 raise
         return self.path
 
@@ -71,6 +73,8 @@ class Saving:
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name=f"saving {self.path.name}")
         _flying.append(self)
+        atexit.unregister(_last_words)
+        atexit.register(_last_words)
         self._thread.start()
 
     def _run(self) -> None:
@@ -82,6 +86,7 @@ class Saving:
             write(self._job)
         except Exception as error:
             self._error = error
+        self._job = replace(self._job, held=())  # what was copied is not needed any more
         self._wrote.set()
 
     def _publish(self) -> None:
@@ -90,6 +95,15 @@ class Saving:
                 publish(self._job, self._abandoned)
         except Exception as error:
             self._error = error
+
+
+def _last_words() -> None:
+    """A program that ends without waiting for its last save is told if it failed."""
+    for saving in _flying:
+        if saving._thread is not None:
+            saving._thread.join()
+            if saving._error is not None:
+                print(f"saving {saving.path} failed: {saving._error}", file=sys.stderr)
 
 
 # The save in flight, if one is: what the next save has to wait for is this process's business, not some tree's.
@@ -137,12 +151,10 @@ def save(
       {'params': {'w': tensor([[1., 1., 1.],
               [1., 1., 1.]])}, 'step': 7}
     """
-    if keep is not None and (type(keep) is not int or keep < 1):
-        raise ValueError(f"keep={keep!r}: expected the number of checkpoints to keep, at least 1")
     while _flying:
         _flying[0].wait()
     ranks = ranks_of(trees)
-    job = planned(Path(path), trees, ranks, keep, file_size)
+    job = planned(Path(path).absolute(), trees, ranks, keep, file_size, async_)
     error = None
     try:
         if job.rank == 0:
@@ -151,7 +163,12 @@ def save(
             job = job.apart()
     except Exception as problem:
         error = problem
-    agree(f"starting to save {job.path}", {}, ranks.group, error)  # copied by now: no rank writes while others copy
+    try:  # copied by now: no rank writes while others copy
+        agree(f"starting to save {job.path}", {}, ranks.group, error)
+    except Exception:
+        if job.rank == 0:
+            discard(job)
+        raise
     saving = Saving(job, ranks)
     if async_:
         saving._start()

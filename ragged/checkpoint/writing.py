@@ -26,7 +26,7 @@ from ragged.checkpoint.safetensors import Place
 from ragged.checkpoint.segments import Segment
 from ragged.collectives import plain
 
-__all__ = ["begin", "publish", "write"]
+__all__ = ["begin", "discard", "publish", "write"]
 
 _PATIENCE = 60.0  # seconds that a finished program's rank 0 still waits for what other ranks write
 
@@ -36,15 +36,20 @@ def begin(job: Job) -> None:
     if job.path.exists() or job.path.is_symlink():
         raise ValueError(f"{job.path} exists; save each checkpoint into a folder of its own, or remove it first")
     shutil.rmtree(job.folder, ignore_errors=True)  # what a killed save left
-    job.folder.mkdir(parents=True)
     try:
+        job.folder.mkdir(parents=True)
         for file, start in job.headers.items():
             write_file(job.folder / file, start, job.size(file))
         for file, text in job.indices.items():
             write_file(job.folder / file, text.encode())
     except BaseException:
-        shutil.rmtree(job.folder, ignore_errors=True)
+        discard(job)
         raise
+
+
+def discard(job: Job) -> None:
+    """Remove what was begun."""
+    shutil.rmtree(job.folder, ignore_errors=True)
 
 
 def _report(job: Job, rank: int) -> Path:

@@ -131,3 +131,40 @@ def test_training_goes_on_on_other_ranks(run: Any, ranks: int, tmp_path: Path) -
             if n == ranks:
                 assert torch.equal(a, b)
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def doubled(folder: str) -> None:
+    """Equal damage of two replicas must not add up to nothing, as a change of a word's top bit would."""
+    mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
+    trees = {"cut": shard({"x": torch.ones(8)}, mesh, P(ragged="fsdp")), "kept": shard({"x": torch.ones(8)}, mesh, None)}
+    checkpoint.save(folder, {**trees, "plain": torch.ones(8)})
+
+
+def refused(folder: str, name: str) -> None:
+    mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
+    trees = {"cut": shard({"x": torch.ones(8)}, mesh, P(ragged="fsdp")), "kept": shard({"x": torch.ones(8)}, mesh, None)}
+    with pytest.raises(ValueError, match=rf"{name}\.safetensors is damaged: the checksum of"):
+        checkpoint.load(folder, {**trees, "plain": torch.ones(8)})
+
+
+def test_top_bits_count_on_every_replica(run: Any, tmp_path: Path) -> None:
+    run(2, doubled, str(tmp_path / "a"))
+    for name in ("cut", "kept", "plain"):
+        file = tmp_path / "a" / f"{name}.safetensors"
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 0x80]))
+        run(2, refused, str(tmp_path / "a"), name)
+        file.write_bytes(whole)
+
+
+def of_two_minds(folder: str, options: list[dict[str, Any]]) -> None:
+    checkpoint.save(folder, {"x": torch.ones(2)}, **options[torch.distributed.get_rank()])
+
+
+@pytest.mark.parametrize(
+    "options", [[{"keep": 1}, {"keep": 2}], [{"async_": True}, {}], [{"file_size": 5}, {}], [{"keep": 0}, {}]]
+)
+def test_ranks_save_alike(run: Any, options: Any, tmp_path: Path) -> None:
+    errors = run(2, of_two_minds, str(tmp_path / "a"), options, expect_error=True, timeout=20)
+    assert all("the checkpoint to save" in str(e) or "keep=0" in str(e) for e in errors)
+    assert not list(tmp_path.iterdir())

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import optree
 import pytest
 import torch
 import torch.distributed as dist
@@ -247,6 +248,24 @@ def test_modes_buffers_and_plain_trees() -> None:
     torch.testing.assert_close(after["1"]["running_mean"], module[1].running_mean)
     loss, grads = value_and_grad(lambda p: apply(p, buffers, x)[0].sum())(params)
     assert grads["0"]["weight"].shape == (4, 4)
+
+
+def test_another_run_before_backward() -> None:
+    """A reference model without gradients, between a forward with checkpoints and its backward."""
+    module, loss_of = net(remat=True)
+    apply, params, buffers = functionalize(module)
+    other = {k: v for k, v in functionalize(Net())[1].items()}
+    batch = tokens(0, 1, 0)
+    before = value_and_grad(lambda p: loss_of(apply(p, buffers, batch)[0], batch))(params)
+
+    def loss_fn(p: Any) -> Tensor:
+        loss = loss_of(apply(p, buffers, batch)[0], batch)
+        with torch.no_grad():
+            apply(other, buffers, batch)
+        return loss
+
+    after = value_and_grad(loss_fn)(params)
+    assert optree.tree_all(optree.tree_map(torch.equal, before, after))
 
 
 def test_names_that_do_not_fit() -> None:

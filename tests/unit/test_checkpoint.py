@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -273,3 +275,41 @@ def test_counters_of_other_programs_and_names_that_cross(tmp_path: Path) -> None
     assert got == {"b": 1}
     with pytest.raises(ValueError, match=r"'a' is 1 in the files, expected something like 'text'"):
         checkpoint.load(tmp_path / "x", {"a": "text", "b": 0, "t": {"step": 0, "half": 0.0}})
+
+
+def test_names_that_can_not_be_files(tmp_path: Path) -> None:
+    for name in ("../x", "a/b", "a.b"):
+        with pytest.raises(ValueError, match="can't be a file"):
+            checkpoint.save(tmp_path / "y", {name: torch.ones(1)})
+    assert not list(tmp_path.iterdir())
+    checkpoint.save(tmp_path / "y", {"state-of-art": torch.ones(1)})
+    assert sorted(p.name for p in (tmp_path / "y").iterdir()) == ["manifest.json", "state-of-art.safetensors"]
+
+
+def test_numbers_keep_their_digits_and_counters_leave_the_meta_device(tmp_path: Path) -> None:
+    tx = optim.inject_hyperparams(optim.adamw)(0.1)
+    params = {"w": torch.ones(2)}
+    state = tx.init(params)
+    state.hyperparams["learning_rate"] = 0.3
+    checkpoint.save(tmp_path / "x", {"opt": state})
+    like = optree.tree_map(lambda x: x.to("meta"), tx.init(params))
+    got = checkpoint.load(tmp_path / "x", {"opt": like})["opt"]
+    assert got.hyperparams["learning_rate"].item() == 0.3
+    assert got.count.item() == 0
+    assert got.inner_state[0].count.device.type == "cpu"
+
+
+def test_a_failed_last_save_is_told_at_the_end(tmp_path: Path) -> None:
+    """Nobody waits for it, and its folder vanishes while the thread still writes."""
+    program = f"""
+import shutil, torch
+from ragged import checkpoint
+checkpoint.save({str(tmp_path / "x")!r}, {{"x": torch.ones(1 << 25)}}, async_=True)
+shutil.rmtree({str(tmp_path / ".x.partial")!r})
+"""
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert f"saving {tmp_path / 'x'} failed: " in done.stderr
+    assert not (tmp_path / "x").exists()
