@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -15,6 +15,7 @@ from torch.func import functional_call
 from fsdp.gathering import gathered
 from ragged import ShardedTree, partition
 from ragged.plans import Plan
+from ragged.selection import Selection
 from ragged.tree import sharded_trees
 
 __all__ = ["Apply", "functionalize"]
@@ -119,9 +120,9 @@ class Apply:
 
 
 class _Point(NamedTuple):
-    """A module at whose call units are gathered: by tree, the selection; names inside it by path."""
+    """A module at whose call units are gathered: (which tree, what of it); names inside the module by path."""
 
-    units: tuple[str, ...]
+    parts: tuple[tuple[int, Selection], ...]
     names: Mapping[str, tuple[str, ...]]
 
 
@@ -187,7 +188,7 @@ class _Skeleton:
                     units.append(unit)
                 names.setdefault(path, []).append(name)
             points = {
-                place: _Point(tuple(units), {path: tuple(inside) for path, inside in names.items()})
+                place: _Point(_parts(trees, units), {path: tuple(inside) for path, inside in names.items()})
                 for place, (units, names) in found.items()
             }
             self._points[token] = points
@@ -220,7 +221,7 @@ class _Skeleton:
             point = next((points[place] for place in places if place in points), None)
             if point is not None:
                 assert self._running is not None
-                parts = [part for tree in self._running.trees for part in _parts(tree, point.units)]
+                parts = [self._running.trees[i].view(selection) for i, selection in point.parts]
                 return gathered(self._with_values)(parts, shell, point, args, kwargs)
             if self._depth:
                 return inner(*args, **kwargs)
@@ -254,10 +255,14 @@ def _below(names: Mapping[str, list[str]]) -> dict[str, dict[str, str]]:
     return out
 
 
-def _parts(tree: ShardedTree, units: tuple[str, ...]) -> list[ShardedTree]:
-    """What a tree has of some units."""
-    part, _ = partition(tree, lambda path, leaf: tree.plan.leaves[path].unit in units)
-    return [part] if part.paths else []
+def _parts(trees: Sequence[ShardedTree], units: Collection[str]) -> tuple[tuple[int, Selection], ...]:
+    """What trees have of some units: (which tree, its selection)."""
+    found = []
+    for i, tree in enumerate(trees):
+        part, _ = partition(tree, lambda path, leaf, plan=tree.plan: plan.leaves[path].unit in units)
+        if part.paths:
+            found.append((i, part.selection))
+    return tuple(found)
 
 
 def _common(modules: list[str]) -> str:
