@@ -4,5 +4,27 @@ from fsdp.folding import fold
 from fsdp.functional import Apply, functionalize
 from fsdp.gathering import gathered
 from fsdp.grad import ValueAndGrad, value_and_grad
+from fsdp.initializing import init_module
+from fsdp.leaves import ShardedLeaf
+from fsdp.microbatching import microbatch
+from fsdp.precision import MixedPrecision
+from fsdp.sharded_module import ShardedModule, full_parameters, fully_shard, parameter_trees
+from fsdp.torch_optimizer import as_torch_optimizer
 
-__all__ = ["Apply", "ValueAndGrad", "fold", "functionalize", "gathered", "value_and_grad"]
+__all__ = [
+    "Apply",
+    "MixedPrecision",
+    "ShardedLeaf",
+    "ShardedModule",
+    "ValueAndGrad",
+    "as_torch_optimizer",
+    "fold",
+    "full_parameters",
+    "fully_shard",
+    "functionalize",
+    "gathered",
+    "init_module",
+    "microbatch",
+    "parameter_trees",
+    "value_and_grad",
+]

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fsdp.precision import Cast
 from ragged.buffer import full_views, gather_into
 from ragged.collectives import Pending
 from ragged.layout import Bucket
 from ragged.mesh import Comm
 
-__all__ = ["Full"]
+__all__ = ["Full", "Kept"]
+
+
+class Kept(NamedTuple):
+    """Full parameters that stay for the next micro-batch, and the shard that they were gathered from."""
+
+    local: Tensor
+    version: int
+    cast: Cast
+    buffer: Tensor
 
 
 class Full:
@@ -24,39 +35,99 @@ class Full:
     is recomputed or saved twice. Those tensors are not views in autograd's sense, so a refill
     does not count as an in-place change of them.
 
+    A shard of another dtype (mixed precision) or on another device (offload) is copied into its own place in the
+    buffer, and gathered from there: one cast, no buffer in between.
+
     Attributes:
       key: the bucket's name in the step's schedule, equal on all ranks; `unit`: that of its unit.
       shard: this rank's shard, as it came in with the tree (it may require grad).
-      trainable: gradients are reduced for it.
-      uses: calls of gathered functions that hold it right now.
-      keep: it stays filled after forward.
+      trainable: gradients are reduced for it; `derived`: they go on through autograd, as the shard was computed.
+      cast: dtypes of the buffer and of the gradients, once a call said so.
+      uses: calls of gathered functions that hold it right now; `called`: whether there was one.
+      budget: bytes up to which it stays filled after forward, beside what was used later.
+      lasting: it stays filled after its gradients, for the next micro-batch.
       reduced: its gradient is on the way, nothing will read the full parameters again.
     """
 
-    def __init__(self, key: str, unit: str, shard: Tensor, bucket: Bucket, comm: Comm, trainable: bool) -> None:
-        self.key, self.unit, self.shard, self.bucket, self.comm, self.trainable = (
-            key,
-            unit,
-            shard,
-            bucket,
-            comm,
-            trainable,
-        )
-        self.uses = 0
-        self.keep = False
-        self.reduced = False
-        self.filled = False
+    def __init__(
+        self, key: str, unit: str, shard: Tensor, bucket: Bucket, comm: Comm, trainable: bool, derived: bool = False
+    ) -> None:
+        self.key, self.unit, self.shard, self.bucket, self.comm = key, unit, shard, bucket, comm
+        self.trainable, self.derived = trainable, derived
+        self.cast: Cast | None = None
+        self.uses, self.called = 0, False
+        self.budget = 0.0
+        self.version: int | None = None  # of the shard, when it was gathered first
+        self.lasting = self.reduced = self.filled = self.alone = False
         self.pending: Pending | None = None
         self.local = shard.detach()
+        self.buffer = self.local
         self._outputs: dict[str, Tensor] | None = None
+        self._raw: dict[str, Tensor] = {}
+
+    def prepare(self, cast: Cast, kept: Kept | None = None) -> None:
+        """Have a buffer for parameters in this dtype, filled if they were kept.
+
+        Raises:
+          ValueError: a call of this step had them in another dtype.
+        """
+        if self.cast == cast:
+            return
+        if self.called:
+            raise ValueError(
+                f"unit {self.unit!r} is gathered in {self.gathers} and again in {cast.gather} (reduced in "
+                f"{cast.reduce}) in one step; give the gathered functions that use it one precision"
+            )
+        self.wait()  # it was started ahead, for another dtype
+        self.cast, self.filled = cast, False
         # A single rank holds everything already: its shard is the global buffer.
-        self.alone = bucket.ranks == 1
+        self.alone = self.bucket.ranks == 1 and self._fits(cast)
         if self.alone:
             self.buffer, self.filled = self.local, True
+        elif self.keeps(kept):
+            assert kept is not None
+            self.buffer, self.filled = kept.buffer, True
         else:
-            self.buffer = self.local.new_empty(bucket.length)
-        self._raw = {leaf.path: self._alias(leaf.offset, leaf.local_shape) for leaf in bucket.leaves}
-        self.empty()
+            self.buffer = torch.empty(self.bucket.length, dtype=cast.gather, device=self.comm.device)
+        self._raw = {leaf.path: self._alias(leaf.offset, leaf.local_shape) for leaf in self.bucket.leaves}
+        if not self.filled:
+            self.empty()
+
+    @property
+    def gathers(self) -> torch.dtype:
+        """The dtype of the full parameters."""
+        assert self.cast is not None
+        return self.cast.gather
+
+    @property
+    def reduces(self) -> torch.dtype:
+        """The dtype of gradients on the wire."""
+        assert self.cast is not None
+        return self.cast.reduce
+
+    @property
+    def nbytes(self) -> int:
+        """Of the full parameters."""
+        return self.bucket.length * self.gathers.itemsize
+
+    def _fits(self, cast: Cast) -> bool:
+        return cast.gather == self.local.dtype and self.local.device == self.comm.device
+
+    def keeps(self, kept: Kept | None) -> bool:
+        """Whether what was kept are this shard's full parameters, unchanged since."""
+        return (
+            kept is not None
+            and kept.cast == self.cast
+            and kept.version == self.local._version
+            and kept.local.shape == self.local.shape
+            and kept.local.data_ptr() == self.local.data_ptr()
+        )
+
+    def keep(self) -> Kept:
+        """Hand the filled buffer on."""
+        assert self.filled
+        assert self.cast is not None
+        return Kept(self.local, self.local._version, self.cast, self.buffer)
 
     def _alias(self, offset: int, shape: tuple[int, ...]) -> Tensor:
         """A tensor on the buffer's storage with a version counter of its own."""
@@ -71,8 +142,20 @@ class Full:
     def fill(self) -> None:
         """Start the gather."""
         assert not self.filled
+        assert self.cast is not None
+        if self.version not in (None, self.local._version):
+            raise ValueError(
+                f"parameters of unit {self.unit!r} were changed between forward and backward, which needs them as they "
+                "were; step the optimizer after all backward passes"
+            )
+        self.version = self.local._version
         self.refit()
-        self.pending = gather_into(self.buffer, self.local, self.bucket, self.comm)
+        shard = self.local
+        if not self._fits(self.cast):
+            rank = self.comm.rank(self.bucket.ragged)
+            shard = self.buffer[self.bucket.bounds(rank) : self.bucket.bounds(rank + 1)]
+            shard.copy_(self.local, non_blocking=True)
+        self.pending = gather_into(self.buffer, shard, self.bucket, self.comm)
 
     def refit(self) -> None:
         """Give the storage its memory back, with undefined contents."""
@@ -86,7 +169,7 @@ class Full:
 
     def empty(self) -> None:
         """Free the memory; the tensors on it stay, without contents."""
-        if not self.alone:
+        if self.cast is not None and not self.alone:
             self.buffer.untyped_storage().resize_(0)
             self.filled = False
 
@@ -104,29 +187,47 @@ class Full:
             self._outputs = dict(zip(self._raw, outputs, strict=True))
         return self._outputs
 
-    def contributions(self, grads: tuple[Tensor | None, ...] | None) -> Tensor:
-        """Gradients of the full leaves as one buffer, on the storage that held the parameters.
+    def contributions(
+        self, grads: tuple[Tensor | None, ...] | None, onto: Tensor | None = None, apart: bool = False
+    ) -> Tensor:
+        """Gradients of the full leaves as one buffer, in the dtype in which they are reduced. Its padding is zero.
 
-        Its padding is zero, as the gathered padding was.
+        It lies on the storage that held the parameters, which nothing reads any more, where that fits.
+
+        Args:
+          grads: None stands for zeros.
+          onto: contributions of earlier micro-batches, which these are added to.
+          apart: on storage of its own in any case.
         """
-        if grads is None:
-            if self.alone:
-                return torch.zeros_like(self.buffer)
-            self.refit()
-            return self.buffer.zero_()
-        if self.alone:
-            buffer = torch.empty_like(self.buffer)
-            for start, stop in self.bucket.gaps:
+        if onto is not None:
+            for view, grad in zip(full_views(onto, self.bucket).values(), grads or (), strict=grads is not None):
+                if grad is not None:
+                    view.add_(grad)
+            self._leave(onto)
+            return onto
+        if self.alone or self.lasting or apart or self.reduces != self.gathers:
+            buffer = torch.empty(self.bucket.length, dtype=self.reduces, device=self.comm.device)
+            for start, stop in self.bucket.gaps if grads is not None else ():
                 buffer[start:stop] = 0
         else:
-            assert self.filled
+            assert self.filled or grads is None
+            if grads is None:
+                self.refit()
             buffer = self.buffer
+        if grads is None:
+            return buffer.zero_()
         for view, grad in zip(full_views(buffer, self.bucket).values(), grads, strict=True):
             if grad is None:
                 view.zero_()
             else:
                 view.copy_(grad)
+        self._leave(buffer)
         return buffer
+
+    def _leave(self, contributions: Tensor) -> None:
+        """The gradients are complete: the parameters aren't needed, unless they stay."""
+        if contributions is not self.buffer and not self.lasting:
+            self.empty()
 
     def clear(self) -> None:
         """Let go of the autograd graph, which holds this object in turn."""
@@ -149,12 +250,14 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, full: Full, reduce: Any, shard: Tensor) -> tuple[Tensor, ...]:
-        ctx.full, ctx.reduce = full, reduce
+        # Weak: what the node holds strongly no collector would find, as it leads through C++ back to the node.
+        ctx.full, ctx.reduce = weakref.ref(full), weakref.WeakMethod(reduce)
         ctx.set_materialize_grads(False)
         return tuple(x.detach() for x in full._raw.values())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, Tensor | None]:
-        full, reduce = ctx.full, ctx.reduce
-        del ctx.full, ctx.reduce
+        full, reduce = ctx.full(), ctx.reduce()
+        assert full is not None
+        assert reduce is not None
         return None, None, reduce(full, grads)

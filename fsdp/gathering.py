@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
 
 import optree
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fsdp.dtensors import of_dtensors
-from fsdp.step import Step
+from fsdp.precision import MixedPrecision, as_precision, cast_floats
+from fsdp.step import Policy, Step
 from ragged.tree import sharded_trees
 
 __all__ = ["gathered"]
@@ -22,13 +25,30 @@ Args = ParamSpec("Args")
 
 @overload
 def gathered(
-    fn: Callable[Args, T], *, reshard_after_forward: bool = True, as_dtensor: bool = False
+    fn: Callable[Args, T],
+    *,
+    reshard_after_forward: bool | int = True,
+    remat: bool = False,
+    precision: Any = None,
+    as_dtensor: bool = False,
 ) -> Callable[Args, T]: ...
 @overload
 def gathered(
-    fn: None = None, *, reshard_after_forward: bool = True, as_dtensor: bool = False
+    fn: None = None,
+    *,
+    reshard_after_forward: bool | int = True,
+    remat: bool = False,
+    precision: Any = None,
+    as_dtensor: bool = False,
 ) -> Callable[[Callable[Args, T]], Callable[Args, T]]: ...
-def gathered(fn: Any = None, *, reshard_after_forward: bool = True, as_dtensor: bool = False) -> Any:
+def gathered(
+    fn: Any = None,
+    *,
+    reshard_after_forward: bool | int = True,
+    remat: bool = False,
+    precision: Any = None,
+    as_dtensor: bool = False,
+) -> Any:
     """Let `fn(params, *args)` take sharded trees: gathered before it, freed after it.
 
     Sharded trees anywhere in the first argument must be whole units. `fn` gets their full
@@ -38,7 +58,12 @@ def gathered(fn: Any = None, *, reshard_after_forward: bool = True, as_dtensor: 
 
     Args:
       reshard_after_forward: False keeps the full parameters until backward: more memory, one
-        gather less.
+        gather less. A number of bytes keeps those of the last units that fit into it, which backward needs first.
+        The unit that was used last always stays.
+      remat: recompute the activations of `fn` in backward instead of keeping them (`torch.utils.checkpoint`). The
+        parameters are gathered for backward anyway, so this takes no further gather.
+      precision: a `MixedPrecision`: dtypes of full parameters, of gradients on the wire, and of the result. None
+        takes that of `value_and_grad`, which concerns sharded trees only. Given here, it casts plain trees too.
       as_dtensor: hand `fn` the parameters as `DTensor`s on the same memory, over the axes that cut some leaf of
         the plan evenly (`mesh["tp"]`): `Shard(dim)` where they cut a leaf, `Replicate` where not. Then torch's
         operators and `parallelize_module` plans do the communication of tensor parallelism, and gradients come
@@ -46,8 +71,8 @@ def gathered(fn: Any = None, *, reshard_after_forward: bool = True, as_dtensor: 
         leaves is a data axis by default: give `data_axes` without it. With no such axis they stay plain tensors.
 
     Raises:
-      ValueError: a tree that covers a part of a unit (naming the missing leaf, and the units= to
-        plan with); an output that is a view of a parameter; a result that requires grad outside
+      ValueError: a negative number of bytes; a tree that covers a part of a unit (naming the missing leaf, and the
+        units= to plan with); an output that is a view of a parameter; a result that requires grad outside
         `value_and_grad`; with `as_dtensor` what `to_dtensor` refuses too.
 
     Example:
@@ -74,17 +99,25 @@ def gathered(fn: Any = None, *, reshard_after_forward: bool = True, as_dtensor: 
 
     Source: arXiv 2602.22437, section 3; FSDP2's schedule of gathers.
     """
+    policy = Policy(_budget(reshard_after_forward), None if precision is None else as_precision(precision))
     if fn is None:
-        return functools.partial(gathered, reshard_after_forward=reshard_after_forward, as_dtensor=as_dtensor)
+        return functools.partial(
+            gathered,
+            reshard_after_forward=reshard_after_forward,
+            remat=remat,
+            precision=policy.precision,
+            as_dtensor=as_dtensor,
+        )
+    inner = functools.partial(checkpoint, fn, use_reentrant=False) if remat else fn
 
     def of(first: Any) -> Callable[..., Any]:
-        return of_dtensors(fn, first) if as_dtensor else fn
+        return of_dtensors(inner, first) if as_dtensor else inner
 
     @functools.wraps(fn)
     def call(first: Any, *args: Any, **kwargs: Any) -> Any:
         trees = sharded_trees(first)
         if not trees:
-            return fn(first, *args, **kwargs)
+            return _plain(inner, first, args, kwargs, policy.precision)
         scopes = [tree.scope for tree in trees if tree.scope is not None]
         if scopes:
             if any(tree.scope is not scopes[0] for tree in trees):
@@ -92,11 +125,11 @@ def gathered(fn: Any = None, *, reshard_after_forward: bool = True, as_dtensor: 
                     "a gathered function got a sharded tree that did not come in through the arguments of "
                     "value_and_grad beside one that did; pass it as an argument too"
                 )
-            return scopes[0].call(of(first), first, args, kwargs, not reshard_after_forward)
+            return scopes[0].call(of(first), first, args, kwargs, policy)
         _refuse_grad((first, args, kwargs))
         step = Step(trees[0].plan.bound())
         try:
-            out = step.call(of(first), first, args, kwargs, False)
+            out = step.call(of(first), first, args, kwargs, policy)
         finally:
             step.settle()
             step.close()
@@ -104,6 +137,24 @@ def gathered(fn: Any = None, *, reshard_after_forward: bool = True, as_dtensor: 
         return out
 
     return call
+
+
+def _plain(fn: Any, first: Any, args: Any, kwargs: Any, precision: MixedPrecision | None) -> Any:
+    """Without sharded trees there is nothing to gather, but dtypes are the same."""
+    if precision is None:
+        return fn(first, *args, **kwargs)
+    args, kwargs = precision.inputs((args, kwargs))
+    return precision.outputs(fn(cast_floats(first, precision.param_dtype), *args, **kwargs))
+
+
+def _budget(reshard_after_forward: bool | int) -> float:
+    if isinstance(reshard_after_forward, bool):
+        return 0.0 if reshard_after_forward else math.inf
+    if not isinstance(reshard_after_forward, int) or reshard_after_forward < 0:
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward!r}: expected True, False, or a number of bytes >= 0"
+        )
+    return reshard_after_forward
 
 
 def _refuse_grad(tree: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,15 +10,13 @@ import optree
 import torch
 from torch import Tensor
 
-from fsdp.rescue import take_part
+from fsdp.accumulating import Sums
+from fsdp.ending import Averaging, as_axes, end_step
+from fsdp.precision import MixedPrecision, as_precision
 from fsdp.schedule import Recorder, Schedule
 from fsdp.step import Step, is_sharded
 from fsdp.tracing import collected, default_data_axes, detached, explained, frozen_pieces, leaf, same_start, trace
-from ragged.agree import agree
-from ragged.collectives import all_gather_object, all_reduce
-from ragged.layout import Bucket, axis_size
 from ragged.mesh import Comm
-from ragged.reduction import Reduction, reduction
 from ragged.tree import ShardedTree, sharded_trees
 
 __all__ = ["ValueAndGrad", "value_and_grad"]
@@ -33,6 +30,7 @@ def value_and_grad(
     data_axes: str | Sequence[str] | None = None,
     sum_axes: str | Sequence[str] = (),
     op: str = "mean",
+    precision: Any = None,
 ) -> ValueAndGrad:
     """A function that returns the loss and its gradient with respect to sharded trees.
 
@@ -42,6 +40,9 @@ def value_and_grad(
 
     Pass every sharded tree that the loss uses as an argument, frozen ones too. Plain trees of
     tensors work as well: then nothing is sharded, averaged or sent.
+
+    Gradients of several batches are summed by `f.accumulate(params, *args)`, which returns the loss (or
+    `(loss, aux)`) of each, and `f.finish()`, which returns the sum; `microbatch` does it for one batch in parts.
 
     Args:
       loss_fn: returns a scalar tensor, or `(scalar, aux)` with `has_aux`.
@@ -53,6 +54,7 @@ def value_and_grad(
       sum_axes: axes that are no data axes, but over which gradients of leaves that they
         don't cut are partial sums (sequence parallelism).
       op: "mean" or "sum".
+      precision: a `MixedPrecision`, of all gathered functions that don't say their own.
 
     Raises:
       ValueError: on all ranks: a loss that is no scalar, integer leaves, trees on different
@@ -76,18 +78,18 @@ def value_and_grad(
         (argnums,) if isinstance(argnums, int) else tuple(argnums),
         isinstance(argnums, int),
         has_aux,
-        None if data_axes is None else _axes(data_axes),
-        _axes(sum_axes),
+        None if data_axes is None else as_axes(data_axes),
+        as_axes(sum_axes),
         op,
+        as_precision(precision),
     )
 
 
-def _axes(axes: str | Sequence[str]) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else tuple(axes)
-
-
 class ValueAndGrad:
-    """What `value_and_grad` returns: a function that remembers the order of its collectives."""
+    """What `value_and_grad` returns: a function that remembers the order of its collectives.
+
+    Between `accumulate` and `finish` it also holds the sum of gradients.
+    """
 
     def __init__(
         self,
@@ -98,19 +100,67 @@ class ValueAndGrad:
         data_axes: tuple[str, ...] | None,
         sum_axes: tuple[str, ...],
         op: str,
+        precision: MixedPrecision,
     ) -> None:
         if op not in ("mean", "sum"):
             raise ValueError(f'op={op!r}: expected "mean" or "sum"')
         functools.update_wrapper(self, loss_fn, updated=())
         self.loss_fn, self.argnums, self.single, self.has_aux = loss_fn, argnums, single, has_aux
-        self.data_axes, self.sum_axes, self.op = data_axes, sum_axes, op
+        self.data_axes, self.sum_axes, self.op, self.precision = data_axes, sum_axes, op, precision
         self._schedules: dict[Any, Schedule] = {}
+        self._sums: Sums | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        sums = Sums()
+        out = self.add(sums, args, kwargs)
+        return out, self.total(sums)
+
+    def accumulate(self, *args: Any, sync: bool = True, last: bool = False, **kwargs: Any) -> Any:
+        """The loss (or `(loss, aux)`) of a micro-batch; its gradients are added to those of earlier ones.
+
+        Args:
+          args, kwargs: of the loss function; the differentiated trees must be the same every time.
+          sync: reduce the gradients now, with all that wasn't reduced before. False keeps them on this rank as
+            they are, as large as the full parameters: no message, more memory.
+          last: no other micro-batch follows. Otherwise full parameters of functions with
+            `reshard_after_forward=False` stay for the next one.
+
+        Raises:
+          ValueError: as a call does, and for trees unlike those of earlier micro-batches. An error ends the
+            accumulation: nothing of it is left.
+        """
+        sums, self._sums = self._sums or Sums(), None
+        out = self.add(sums, args, kwargs, sync, last)
+        self._sums = sums
+        return out
+
+    def finish(self) -> Any:
+        """The gradients of all micro-batches since the last `finish`, summed; what isn't reduced yet is now.
+
+        Raises:
+          ValueError: there was no micro-batch.
+        """
+        sums, self._sums = self._sums, None
+        if sums is None:
+            raise ValueError("finish() without gradients: call accumulate(params, *args) before it")
+        return self.total(sums)
+
+    def total(self, sums: Sums) -> Any:
+        """The sum of gradients, in the form of the differentiated arguments."""
+        grads = sums.finish()
+        return grads[0] if self.single else tuple(grads)
+
+    def add(
+        self, sums: Sums, args: tuple[Any, ...], kwargs: dict[str, Any], sync: bool = True, last: bool = True
+    ) -> Any:
+        """The loss (or `(loss, aux)`); the gradients are added to a sum."""
+        sums.carry.sync, sums.carry.last = sync, last
         trees = sharded_trees((args, kwargs))
         if not trees:
-            return self._plain(args, kwargs, self._positions(args))
-        return self._sharded(args, kwargs, trees)
+            loss, aux = self._plain(args, kwargs, self._positions(args), sums)
+        else:
+            loss, aux = self._sharded(args, kwargs, trees, sums)
+        return (loss, aux) if self.has_aux else loss
 
     def _positions(self, args: tuple[Any, ...]) -> tuple[int, ...]:
         """argnums counted from the front."""
@@ -120,8 +170,11 @@ class ValueAndGrad:
             raise ValueError(f"argnums={self.argnums} must be distinct positions among {n} positional arguments")
         return out
 
-    def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any], argnums: tuple[int, ...]) -> Any:
+    def _plain(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], argnums: tuple[int, ...], sums: Sums
+    ) -> tuple[Tensor, Any]:
         """Without sharded trees: ordinary gradients of ordinary tensors."""
+        sums.check([args[i] for i in argnums])
         traced: list[Any] = list(args)
         for i in argnums:
             traced[i] = optree.tree_map(leaf, args[i])
@@ -132,31 +185,32 @@ class ValueAndGrad:
         grads: Sequence[Tensor | None] = [None] * len(leaves)
         if loss.requires_grad:
             grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-        found = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
-        out: Any = optree.tree_unflatten(optree.tree_structure(wanted), found)
-        return self._result(loss.detach(), optree.tree_map(detached, aux), out)
+        sums.add_plain(wanted, leaves, grads)
+        return loss.detach(), optree.tree_map(detached, aux)
 
-    def _sharded(self, args: tuple[Any, ...], kwargs: dict[str, Any], trees: list[ShardedTree]) -> Any:
+    def _sharded(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], trees: list[ShardedTree], sums: Sums
+    ) -> tuple[Tensor, Any]:
         comm = trees[0].plan.bound()
-        loss, aux, grads, forward = None, None, None, 0
+        loss, aux, forward = None, None, 0
         error: Exception | None = None
         argnums: tuple[int, ...] = ()
         learns: tuple[bool, ...] = ()
         try:
             argnums = self._positions(args)
             learns = self._check(trees, args, argnums, comm)
+            sums.check([args[i] for i in argnums])
         except Exception as caught:
             error = caught
         key = tuple((t.plan, t.selection, tuple(x.dtype for x in t._tensors), frozen_pieces(t)) for t in trees)
-        schedule = self._schedules.get((key, learns))
-        same_start(trees, learns, schedule, comm, error)
+        known = (key, learns, sums.token)
+        schedule = self._schedules.get(known)
+        same_start(trees, learns, schedule, sums.token, comm, error)
         recorder = Recorder(schedule, comm)
-        data_axes = self.data_axes if self.data_axes is not None else default_data_axes(trees, comm)
-
-        def how(bucket: Bucket) -> Reduction:
-            return reduction(bucket, comm.axes, data_axes, self.sum_axes, self.op)
-
-        step = Step(comm, schedule, recorder, how)
+        guessed = self.data_axes is None
+        data_axes = default_data_axes(trees, comm) if self.data_axes is None else self.data_axes
+        over = Averaging(comm, data_axes, guessed, self.sum_axes, self.op)
+        step = Step(comm, schedule, recorder, over.how, self.precision, sums.carry)
         try:
             traced_args, traced_kwargs, leaves = trace(args, kwargs, argnums, step)
             with torch.enable_grad():
@@ -168,77 +222,24 @@ class ValueAndGrad:
                 direct = list(torch.autograd.grad(loss, leaves, allow_unused=True))
             step.finish()
             wanted = [traced_args[i] for i in argnums]
-            grads = collected(wanted, step, dict(zip(map(id, leaves), direct, strict=True)))
+            found = collected(wanted, step, dict(zip(map(id, leaves), direct, strict=True)))
             loss, aux = loss.detach(), optree.tree_map(detached, aux, is_leaf=is_sharded)
         except Exception as caught:
             error = explained(caught)
         except BaseException:
             step.close()
             raise
-        calls = tuple(step.calls)
+        learnt = tuple(step.calls), step.casts
         try:
             step.settle()
-            value = self._close(comm, recorder, how, loss, error, data_axes)
+            value = end_step(recorder, over, loss, error)
         finally:
             step.close()
         if recorder.learning:
-            self._schedules[key, learns] = Schedule.learn(calls, recorder.seen, forward)
-        return self._result(value, aux, grads)
-
-    def _close(
-        self,
-        comm: Comm,
-        recorder: Recorder,
-        how: Callable[[Bucket], Reduction],
-        loss: Tensor | None,
-        error: Exception | None,
-        data_axes: tuple[str, ...],
-    ) -> Tensor:
-        """End the step on all ranks together: the mean loss, or an error everywhere."""
-        if recorder.lost:  # every rank raised in the same comparison
-            assert error is not None
-            raise error
-        if recorder.learning:
-            agree("the end of the step", {}, comm.everyone, error)
-            if self.data_axes is None:
-                assert loss is not None
-                found = _uneven_losses(loss, comm, self._model_axes(comm, data_axes), data_axes)
-                agree("the losses of a step", {}, comm.everyone, found)
-        elif error is not None:
-            take_part(recorder.remaining(), how, comm)
-        group = comm.everyone
-        if group.size == 1:
-            if error is not None:
-                raise error
-            assert loss is not None
-            return loss
-        # One message for the loss and for whether anybody failed; sums of fp64 lose nothing.
-        report = torch.zeros(4, dtype=torch.float64, device=group.host)
-        apart = comm.device.type != group.host
-        value = torch.zeros((), dtype=torch.float64, device=comm.device)
-        if loss is not None and error is None:
-            value = loss.double()
-        report[0] = 0.0 if apart else value
-        report[1] = 0.0 if error is None else 1.0
-        # Zero if losses are equal along model axes, which was seen once and must stay so.
-        model = self._model_axes(comm, data_axes) if self.data_axes is None else ()
-        weight = comm.rank(model) - (axis_size(comm.axes, model) - 1) / 2
-        if not apart:
-            report[2], report[3] = weight * value, value.abs()
-        all_reduce(report, group).wait()
-        if report[1].item() > 0:
-            agree("a step", {}, group, error)
-        assert loss is not None
-        total = all_reduce(value, group).wait() if apart else report[0]
-        if abs(report[2].item()) > SAME * axis_size(comm.axes, model) * report[3].item():
-            raise _other_batches(model, data_axes, "in this step")
-        data = axis_size(comm.axes, data_axes)
-        share = group.size if self.op == "mean" else group.size // data
-        return (total / share).to(loss.dtype)
-
-    def _model_axes(self, comm: Comm, data_axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Axes along which all ranks should have the same batch and the same loss."""
-        return tuple(a for a in comm.axes if a not in data_axes and a not in self.sum_axes)
+            calls, casts = learnt
+            self._schedules[known] = Schedule.learn(calls, recorder.seen, forward, casts)
+        sums.add(wanted, found, over)
+        return value, aux
 
     def _check(
         self, trees: list[ShardedTree], args: tuple[Any, ...], argnums: tuple[int, ...], comm: Comm
@@ -274,33 +275,3 @@ class ValueAndGrad:
             what = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"the loss must be one real number in a tensor, got {what}; reduce it, or use has_aux")
         return loss.reshape(()), aux
-
-    def _result(self, loss: Tensor, aux: Any, grads: list[Any] | None) -> Any:
-        assert grads is not None
-        out = grads[0] if self.single else tuple(grads)
-        return ((loss, aux), out) if self.has_aux else (loss, out)
-
-
-SAME = 1e-5  # losses that differ by less, relatively, differ by rounding
-
-
-def _uneven_losses(loss: Tensor, comm: Comm, model: tuple[str, ...], data_axes: tuple[str, ...]) -> ValueError | None:
-    """Whether ranks along the axes that were taken for model axes have seen different data.
-
-    An axis that cuts some leaf evenly and is ragged for none may be tensor parallelism (one batch, equal losses) or
-    expert parallelism (a batch per rank): layouts look the same, losses don't.
-    """
-    values = all_gather_object(loss.item(), comm.group(model))
-    if not all(map(math.isfinite, values)) or max(values) - min(values) <= SAME * max(map(abs, values)):
-        return None
-    return _other_batches(model, data_axes, f"from {min(values):.6g} to {max(values):.6g}")
-
-
-def _other_batches(model: tuple[str, ...], data_axes: tuple[str, ...], which: str) -> ValueError:
-    names = ", ".join(map(repr, (*data_axes, *model)))
-    return ValueError(
-        f"ranks along {model} returned different losses, {which}, but these axes cut some leaf evenly and no leaf "
-        "raggedly, so they are taken for model axes, along which all ranks see the same batch. If each rank has its "
-        f"own (expert parallelism), say value_and_grad(..., data_axes=({names},)); if each has a part of the loss "
-        "(sequence parallelism), sum it over them first"
-    )

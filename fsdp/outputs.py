@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsdp.full import Full
 
-__all__ = ["check_outputs", "tensors_in"]
+__all__ = ["check_outputs", "nodes_of", "tensors_in"]
 
 _VALUES = (bool, int, float, complex, str, bytes, enum.Enum, type(None), torch.dtype, torch.device, range, slice)
 _ATOMS = (*_VALUES, type, types.BuiltinFunctionType, types.ModuleType, torch.Generator)
@@ -72,6 +72,15 @@ def _inside(x: Any) -> Iterable[Any]:
 
 def _names(slots: Any) -> Iterable[str]:
     return (slots,) if isinstance(slots, str) else slots
+
+
+def nodes_of(outputs: Iterable[Tensor]) -> set[Any]:
+    """The autograd nodes through which backward enters what computed some tensors."""
+    found: set[Any] = set()
+    for x in outputs:
+        # An in-place change of a view gives it a new history from its base on, past its own node.
+        found |= {x.grad_fn, x._base.grad_fn if x._base is not None else None} - {None}
+    return found
 
 
 def check_outputs(out: Any, fulls: Sequence[Full]) -> list[Tensor]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from fsdp.precision import Cast
 from ragged.agree import agree
 from ragged.layout import Bucket
 from ragged.mesh import Comm
@@ -40,10 +41,12 @@ class Schedule:
     Attributes:
       calls: buckets of each gathered call, in forward order.
       events: all collectives in order; None while only the calls are known.
+      casts: the dtypes in which buckets are gathered and reduced.
     """
 
     calls: tuple[tuple[str, ...], ...]
     events: tuple[Event, ...] | None
+    casts: Mapping[str, Cast]
 
     @property
     def last_call(self) -> dict[str, int]:
@@ -51,7 +54,9 @@ class Schedule:
         return {key: i for i, call in enumerate(self.calls) for key in call}
 
     @staticmethod
-    def learn(calls: Sequence[tuple[str, ...]], events: Sequence[Event], forward: int) -> Schedule:
+    def learn(
+        calls: Sequence[tuple[str, ...]], events: Sequence[Event], forward: int, casts: Mapping[str, Cast]
+    ) -> Schedule:
         """The schedule after a step that was compared event by event.
 
         A bucket gathered twice in forward (a tied embedding) was not known to come again; the
@@ -62,7 +67,7 @@ class Schedule:
         """
         gathered = [event.key for event in events[:forward]]
         twice = len(set(gathered)) < len(gathered)
-        return Schedule(tuple(calls), None if twice else tuple(events))
+        return Schedule(tuple(calls), None if twice else tuple(events), casts)
 
 
 class Recorder:
@@ -74,7 +79,8 @@ class Recorder:
     (`remaining`), and the end of the step tells everyone.
     """
 
-    def __init__(self, schedule: Schedule | None, comm: Comm) -> None:
+    def __init__(self, schedule: Schedule | None, comm: Comm, otherwise: str = "another value_and_grad") -> None:
+        self.otherwise = otherwise
         self.expected = None if schedule is None else schedule.events
         self.comm = comm
         self.seen: list[Event] = []
@@ -102,7 +108,7 @@ class Recorder:
                 raise ValueError(
                     f"this step wants {event} where earlier steps had {planned or 'no further collective'}; "
                     "units must be used in the same order in every step and on every rank. For another "
-                    "order use another value_and_grad"
+                    f"order use {self.otherwise}"
                 )
         self.seen.append(event)
 

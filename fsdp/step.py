@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,20 +12,33 @@ import torch
 from torch import Tensor
 
 from fsdp.full import Full
-from fsdp.outputs import check_outputs
+from fsdp.outputs import check_outputs, nodes_of
+from fsdp.precision import Cast, MixedPrecision
+from fsdp.reducing import Carry, Reducer
 from fsdp.schedule import Event, Recorder, Schedule
 from ragged.buffer import compare
-from ragged.collectives import Pending, all_reduce
 from ragged.layout import Bucket
 from ragged.mesh import Comm
-from ragged.reduction import Reduction, reduce_buffer
+from ragged.reduction import Reduction
 from ragged.tree import ShardedTree, sharded_trees
 
-__all__ = ["Step", "is_sharded"]
+__all__ = ["Policy", "Step", "is_sharded"]
 
 
 def is_sharded(x: Any) -> bool:
     return isinstance(x, ShardedTree)
+
+
+class Policy(NamedTuple):
+    """How a gathered function treats its buckets.
+
+    Attributes:
+      budget: bytes of full parameters, up to which they stay filled after forward.
+      precision: None takes the step's.
+    """
+
+    budget: float = 0.0
+    precision: MixedPrecision | None = None
 
 
 class _End(NamedTuple):
@@ -50,6 +64,9 @@ class Step:
 
     Attributes:
       comm: the mesh; `recorder`: order of collectives, None without gradients.
+      precision: of calls that don't say their own.
+      reducer: what becomes of gradients.
+      at_close: called once when the step ends.
       depth: how many calls ahead forward gathers run.
       hints: trees that the next calls will use, while no schedule is known.
     """
@@ -60,24 +77,29 @@ class Step:
         schedule: Schedule | None = None,
         recorder: Recorder | None = None,
         how: Callable[[Bucket], Reduction] | None = None,
+        precision: MixedPrecision | None = None,
+        carry: Carry | None = None,
     ) -> None:
-        self.comm, self.schedule, self.recorder, self.how = comm, schedule, recorder, how
+        self.comm, self.schedule, self.recorder = comm, schedule, recorder
+        self.precision = precision or MixedPrecision()
+        self.carry = carry or Carry()
+        self.reducer = Reducer(comm, recorder, how, self.carry)
         self.last_call = {} if schedule is None else schedule.last_call
         self.calls: list[tuple[str, ...]] = []
-        self.grads: dict[str, Tensor] = {}
+        self.at_close: list[Callable[[], None]] = []
         self.depth = 1
         self.hints: list[ShardedTree] = []
         self.backward = False
+        self.ended = False  # backward has been through all of it
         self.closed = False
         self._by_tensor: dict[int, Full] = {}
         self._by_key: dict[str, Full] = {}
         self.derived = False  # some gathered tree was computed in the loss
         self._clock = 0  # ticks when a call begins and when it ends
         self._ends: list[_End] = []  # calls in the order in which they ended; backward visits them in reverse
-        self._order: list[tuple[int, Full]] = []  # trainable buckets by the tick of their first use
+        self._first_end: dict[str, int] = {}  # a bucket's first end
         self._visited = 0  # backward has come down to this many ends
-        self._ready: dict[str, Tensor] = {}
-        self._flying: list[tuple[Full, Pending]] = []  # reduces of one unit
+        self._warm: dict[str, Full] = {}  # filled in forward, those used last come last
 
     # Trees and buckets
 
@@ -85,12 +107,11 @@ class Step:
         """Know a tree's whole buckets by name, so that they can be started ahead."""
         for piece, tensor in zip(tree.selection.pieces, tree.tensors, strict=True):
             if piece.whole:
-                learns = trainable and tensor.requires_grad
-                self._add(name, tensor, piece.bucket, tree.plan.bound(), learns)
+                self._add(name, tensor, piece.bucket, tree.plan.bound(), trainable and tensor.requires_grad, False)
 
-    def _add(self, name: str, tensor: Tensor, bucket: Bucket, comm: Comm, trainable: bool) -> Full:
+    def _add(self, name: str, tensor: Tensor, bucket: Bucket, comm: Comm, trainable: bool, derived: bool) -> Full:
         key = f"{name}{bucket.name}"
-        full = Full(key, f"{name}{bucket.unit}", tensor, bucket, comm, trainable)
+        full = Full(key, f"{name}{bucket.unit}", tensor, bucket, comm, trainable, derived)
         self._by_tensor[id(tensor)] = self._by_key[key] = full
         return full
 
@@ -103,7 +124,8 @@ class Step:
             if full is None:
                 name = f"derived {len(self._by_key)}: "
                 self.derived = True
-                full = self._add(name, tensor, piece.bucket, tree.plan.bound(), tensor.requires_grad)
+                learns = tensor.requires_grad
+                full = self._add(name, tensor, piece.bucket, tree.plan.bound(), learns, learns and not tensor.is_leaf)
             out.append(full)
         return out
 
@@ -115,7 +137,7 @@ class Step:
     # Forward
 
     def call(
-        self, fn: Callable[..., Any], first: Any, args: tuple[Any, ...], kwargs: dict[str, Any], keep: bool
+        self, fn: Callable[..., Any], first: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy
     ) -> Any:
         """Run `fn` on the full parameters of the trees in `first`."""
         if self.closed:
@@ -123,13 +145,16 @@ class Step:
                 "a sharded tree was kept from inside a differentiated function and used after it; "
                 "use the tree that was passed to value_and_grad"
             )
+        precision = policy.precision or self.precision
         fulls = list({f.key: f for tree in sharded_trees(first) for f in self._fulls(tree)}.values())
-        self._enter(fulls)
+        self._enter(fulls, precision)
         for full in fulls:
             full.uses += 1
-            full.keep |= keep
+            full.budget = max(full.budget, policy.budget)
+            full.lasting |= policy.budget == math.inf and not self.carry.last and not full.derived
         try:
-            out = fn(self._substitute(first), *args, **kwargs)
+            args, kwargs = precision.inputs((args, kwargs))
+            out = precision.outputs(fn(self._substitute(first), *args, **kwargs))
         finally:
             for full in fulls:
                 full.uses -= 1
@@ -144,27 +169,40 @@ class Step:
         end = len(self._ends)
         needed = any(full.trainable for full in fulls) or any(x.grad_fn for x in outputs)
         self._ends.append(_End(self._clock, tuple(full.key for full in fulls), needed))
-        for x in outputs:
-            # An in-place change of a view gives it a new history from its base on, past its own node.
-            for node in {x.grad_fn, x._base.grad_fn if x._base is not None else None} - {None}:
-                assert node is not None
-                node.register_prehook(functools.partial(self._before_backward, end))
+        for full in fulls:
+            self._first_end.setdefault(full.key, end)
+        for node in nodes_of(outputs):
+            node.register_prehook(functools.partial(self._before_backward, end))
 
-    def _enter(self, fulls: Sequence[Full]) -> None:
+    def _enter(self, fulls: Sequence[Full], precision: MixedPrecision) -> None:
         """Have the buckets filled; in forward, also free idle ones and start the next."""
+        for full in fulls:
+            full.prepare(precision.cast(full.local.dtype), self.carry.kept.get(full.key))
+            full.called = True
         if self.backward:  # recomputation inside a checkpoint
             self._ensure(fulls)
             return
         self._clock += 1
         index = len(self.calls)
         self.calls.append(tuple(full.key for full in fulls))
-        for other in self._by_key.values():
-            idle = other.filled and not other.uses and not other.keep and other not in fulls
-            if idle and self.last_call.get(other.key, -1) < index:
+        self._free_idle(fulls, index)
+        self._ensure(fulls, self._next(index, precision))
+        for full in fulls:
+            self._warm.pop(full.key, None)
+            self._warm[full.key] = full
+            self.reducer.used(full, self._clock)
+
+    def _free_idle(self, fulls: Sequence[Full], index: int) -> None:
+        """Empty buckets that no call uses now, but for those that come again, or that a budget keeps."""
+        kept = 0
+        for other in reversed(self._warm.copy().values()):  # what backward needs first comes first
+            if other.uses or other in fulls or self.last_call.get(other.key, -1) >= index:
+                continue
+            kept += other.nbytes
+            if kept > other.budget:
                 other.empty()
-        self._ensure(fulls, self._next(index))
-        known = {full.key for _, full in self._order}
-        self._order += [(self._clock, full) for full in fulls if full.trainable and full.key not in known]
+                del self._warm[other.key]
+                kept -= other.nbytes
 
     def _ensure(self, fulls: Sequence[Full], ahead: Sequence[Full] = ()) -> None:
         """Have buckets filled, and more on their way: all are launched before any is waited for."""
@@ -179,20 +217,31 @@ class Step:
                 raise ValueError(f"unit {full.key!r} is used again in backward after its gradient was complete")
         if self.recorder is None:  # without a schedule ranks compare what they are about to gather
             for ragged in dict.fromkeys(full.bucket.ragged for full in new):
-                buckets = [(full.bucket, full.local.dtype) for full in new if full.bucket.ragged == ragged]
+                buckets = [(full.bucket, full.gathers) for full in new if full.bucket.ragged == ragged]
                 compare("gather", buckets, self.comm.group(ragged))
         for full in new:
             if self.recorder is not None:
-                self.recorder.issue(Event("gather", full.key, full.bucket, full.local.dtype))
+                self.recorder.issue(Event("gather", full.key, full.bucket, full.gathers))
             full.fill()
 
-    def _next(self, index: int) -> list[Full]:
-        """The buckets of the calls that follow."""
+    def _next(self, index: int, precision: MixedPrecision) -> list[Full]:
+        """The buckets of the calls that follow, ready to be filled in the dtypes in which those will want them."""
         if self.schedule is not None:
             calls = self.schedule.calls[index + 1 : index + 1 + self.depth]
             # a derived tree doesn't exist yet
-            return [self._by_key[key] for call in calls for key in call if key in self._by_key]
-        return [full for tree in self.hints[: self.depth] for full in self._fulls(tree)]
+            ahead = [self._by_key[key] for call in calls for key in call if key in self._by_key]
+        else:
+            ahead = [full for tree in self.hints[: self.depth] for full in self._fulls(tree)]
+        for full in ahead:
+            known = None if self.schedule is None else self.schedule.casts.get(full.key)
+            if full.cast is None:
+                full.prepare(known or precision.cast(full.local.dtype), self.carry.kept.get(full.key))
+        return ahead
+
+    @property
+    def casts(self) -> dict[str, Cast]:
+        """The dtypes in which buckets were used."""
+        return {key: full.cast for key, full in self._by_key.items() if full.cast is not None}
 
     def _substitute(self, first: Any) -> Any:
         def full_tree(tree: Any) -> Any:
@@ -209,6 +258,7 @@ class Step:
 
     def start_backward(self) -> None:
         self.backward, self._visited = True, len(self._ends)
+        self.reducer.start()
 
     def _before_backward(self, end: int, _: Any) -> None:
         if self.closed:
@@ -218,28 +268,40 @@ class Step:
         else:  # a gradient inside the loss, such as a penalty on it
             fulls = self._fulls_of(end)
             self._ensure(fulls)
-            if torch.is_grad_enabled():
+            self._warm |= {full.key: full for full in fulls}
+            if not torch.is_grad_enabled():
+                for later in range(end + 1, len(self._ends)):
+                    self._leave_call(later, trainable=True)
+            else:
                 # It will be differentiated itself, by nodes that read the parameters and belong to no call.
                 for full in fulls:
-                    full.keep = True
+                    full.budget = math.inf
 
     def _come_down(self, end: int) -> None:
         """Backward reaches a call: visit those above it that this rank's loss didn't reach, then it."""
         while self._visited > end:
+            if self._visited < len(self._ends):
+                self._leave_call(self._visited, trainable=False)
             self._visited -= 1
-            self._reduce_above(self._ends[self._visited].tick)
+            self.reducer.above(self._ends[self._visited].tick)
             if self._ends[self._visited].needed:
                 self._ensure([f for f in self._fulls_of(self._visited) if not f.reduced])
                 before = next((i for i in range(self._visited - 1, -1, -1) if self._ends[i].needed), None)
                 if before is not None:
                     self._start([full for full in self._fulls_of(before) if not full.reduced])
 
+    def _leave_call(self, end: int, trainable: bool) -> None:
+        """Backward has left a call: empty what no call before it reads. Trainable buckets wait for their gradients."""
+        for full in self._fulls_of(end):
+            if (trainable or not full.trainable) and not full.lasting and self._first_end[full.key] >= end:
+                full.wait()
+                full.empty()
+
     def _fulls_of(self, end: int) -> list[Full]:
         return [self._by_key[key] for key in self._ends[end].keys]
 
     def _collect(self, full: Full, grads: tuple[Tensor | None, ...]) -> Tensor | None:
         """Gradients of a bucket are complete: reduce them, in the one order of all ranks."""
-        assert self.how is not None
         if full.reduced or not self.backward:
             raise ValueError(
                 f"gradients of unit {full.bucket.unit!r} arrive a second time; differentiate with respect to "
@@ -247,90 +309,16 @@ class Step:
             )
         self._ensure([full])
         full.reduced = True
-        if full.shard.grad_fn is not None:
-            return self._collect_now(full, grads)
-        self._ready[full.key] = full.contributions(grads)
-        self._reduce_ready()
-        return None
-
-    def _collect_now(self, full: Full, grads: tuple[Tensor | None, ...]) -> Tensor:
-        """The gradient of a computed shard goes on through autograd, so it can't wait.
-
-        It is a sum over the ragged axes. The sum over replicas and the division come at the end (`direct`), once
-        for all that reaches a leaf this way.
-        """
-        assert self.how is not None
-        while self._order[-1][1] is not full:
-            self._reduce_last()
-        self._order.pop()
-        buffer = full.contributions(grads)
-        self._issue_reduce(full)
-        out = reduce_buffer(buffer, full.bucket, full.comm, Reduction((), 1)).wait()
-        full.empty()
-        return out
-
-    def _reduce_above(self, tick: int) -> None:
-        """Reduce buckets first used after a tick that are still open: they get no gradient any more."""
-        while self._order and self._order[-1][0] > tick:
-            self._reduce_last()
-
-    def _reduce_last(self) -> None:
-        last = self._order[-1][1]
-        if last.key not in self._ready:
-            self._ready[last.key] = self._zeros(last)
-        self._reduce_ready()
-
-    def direct(self, tensor: Tensor, bucket: Bucket, grad: Tensor | None) -> Tensor | None:
-        """The gradient that reached a local tensor itself, not through its own gather: mean or sum it.
-
-        Raises:
-          ValueError: replicas would have to be summed, and ranks can't know whether they all got here.
-        """
-        assert self.how is not None
-        how = self.how(bucket)
-        group = self.comm.group(how.across)
-        if group.size > 1 and self.derived and tensor.requires_grad:
-            if self.recorder is not None:
-                self.recorder.issue(Event("sum", bucket.name, bucket, tensor.dtype))
-            grad = all_reduce(torch.zeros_like(tensor) if grad is None else grad.clone(), group).wait()
-        elif group.size > 1 and grad is not None:
-            raise ValueError(
-                f"the loss uses local tensors of unit {bucket.unit!r} directly, and {how.across} holds replicas of "
-                "it; use it in a gathered function (for weight decay: in the optimizer)"
-            )
-        return None if grad is None else grad / how.divisor
-
-    def _zeros(self, full: Full) -> Tensor:
-        full.wait()
-        full.reduced = True
-        return full.contributions(None)
-
-    def _issue_reduce(self, full: Full) -> None:
-        if self._flying and self._flying[0][0].unit != full.unit:
-            self._land()
-        if self.recorder is not None:
-            self.recorder.issue(Event("reduce", full.key, full.bucket, full.local.dtype))
-
-    def _reduce_ready(self) -> None:
-        """Launch what is complete, as long as it is next in order; the buckets of one unit stay in flight."""
-        assert self.how is not None
-        while self._order and self._order[-1][1].key in self._ready:
-            _, full = self._order.pop()
-            self._issue_reduce(full)
-            buffer = self._ready.pop(full.key)
-            self._flying.append((full, reduce_buffer(buffer, full.bucket, full.comm, self.how(full.bucket))))
-
-    def _land(self) -> None:
-        for full, pending in self._flying:
-            self.grads[full.key] = pending.wait()
-            full.empty()
-        self._flying = []
+        return self.reducer.collect(full, grads)
 
     def finish(self) -> None:
         """After backward: visit what is left, zeros for what got no gradient, and the last reduce."""
         self._come_down(0)
-        self._reduce_above(-1)
-        self._land()
+        self.reducer.above(-1)
+        self.reducer.land()
+        kept = {key: full.keep() for key, full in self._by_key.items() if full.lasting and full.filled}
+        self.carry.kept.clear()
+        self.carry.kept.update(kept)
 
     # The end
 
@@ -341,7 +329,8 @@ class Step:
           Exception: the first of those that the waits raised, after all of them.
         """
         failed: Exception | None = None
-        for wait in [full.wait for full in self._by_key.values()] + [pending.wait for _, pending in self._flying]:
+        fulls, reductions = self._by_key.values(), self.reducer.unfinished()
+        for wait in [full.wait for full in fulls] + [pending.wait for pending in reductions]:
             try:
                 wait()
             except Exception as error:
@@ -355,13 +344,16 @@ class Step:
         After an interruption messages may still be on their way: their memory stays.
         """
         self.closed = True
-        sending = [full for full, pending in self._flying if not pending.done]
+        sending, kept = self.reducer.sending(), self.carry.kept
         for full in self._by_key.values():
-            if full.pending is None and full not in sending:
+            if full.pending is None and full not in sending and not full.keeps(kept.get(full.key)):
                 full.empty()
             full.clear()
+        for done in self.at_close:
+            done()
+        self.at_close = []
         self._by_key.clear()
         self._by_tensor.clear()
-        self._order.clear()
-        self._ready.clear()
+        self._warm.clear()
+        self.reducer.clear()
         self.hints = []

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
-import torch
 from torch import Tensor
 
 from fsdp.schedule import Schedule
@@ -15,9 +14,10 @@ from fsdp.step import Step, is_sharded
 from ragged.agree import same
 from ragged.layout import Bucket
 from ragged.mesh import Comm
-from ragged.tree import ShardedTree
+from ragged.tree import ShardedTree, sharded_trees
 
 __all__ = [
+    "Found",
     "collected",
     "default_data_axes",
     "detached",
@@ -67,22 +67,28 @@ def same_start(
     trees: Sequence[ShardedTree],
     learns: tuple[bool, ...],
     schedule: Schedule | None,
+    token: object,
     comm: Comm,
     error: Exception | None,
 ) -> None:
-    """Begin the step on all ranks together: same trees, same knowledge of the order, or an error everywhere."""
+    """Begin the step on all ranks together: same trees, same knowledge of the order, or an error everywhere.
+
+    Args:
+      token: what else tells one step from another, as text equal on all ranks.
+    """
     known = schedule is not None and schedule.events is not None
     dtypes = [[str(x.dtype) for x in tree._tensors] for tree in trees]
 
     def facts() -> dict[str, str]:
         out = {"order of collectives": "known" if known else "to be learnt", "differentiated": str(learns)}
+        out["micro-batch"] = str(token)
         for i, tree in enumerate(trees):
             out[f"leaves of tree {i}"] = str(tree.paths)
             out[f"dtypes of tree {i}"] = str(dtypes[i])
             out[f"plan of tree {i}"] = tree.plan.fingerprint
         return out
 
-    text = repr((known, learns, dtypes, [(tree.plan.fingerprint, tree.selection.digest) for tree in trees]))
+    text = repr((known, learns, token, dtypes, [(tree.plan.fingerprint, tree.selection.digest) for tree in trees]))
     same("the start of a step", text, facts, comm.everyone, error)
 
 
@@ -127,19 +133,26 @@ def default_data_axes(trees: Sequence[ShardedTree], comm: Comm) -> tuple[str, ..
     return tuple(a for a in comm.axes if a in ragged or a not in even)
 
 
-def collected(wanted: Sequence[Any], step: Step, direct: dict[int, Tensor | None]) -> list[Any]:
-    """The gradients in the form of the differentiated arguments."""
+class Found(NamedTuple):
+    """What backward found for one local tensor of the differentiated trees.
 
-    def grads(tree: Any) -> Any:
-        if not isinstance(tree, ShardedTree):
-            return tree
-        out = []
+    Attributes:
+      key: the bucket's name in the step, "" if it has none; `grad`: None stands for zeros.
+    """
+
+    key: str
+    grad: Tensor | None
+
+
+def collected(wanted: Sequence[Any], step: Step, direct: dict[int, Tensor | None]) -> list[Found]:
+    """The gradients of the differentiated arguments' local tensors, in order."""
+    found: list[Found] = []
+    for tree in sharded_trees(wanted):
         for piece, tensor in zip(tree.selection.pieces, tree.tensors, strict=True):
-            found = step.grads.get(step.key_of(tensor))
-            extra = step.direct(tensor, piece.bucket, direct.get(id(tensor)))
+            key = step.key_of(tensor)
+            grad = step.reducer.grads.get(key)
+            extra = step.reducer.direct(tensor, piece.bucket, direct.get(id(tensor)), step.derived)
             if extra is not None:
-                found = extra if found is None else found + extra
-            out.append(torch.zeros_like(tensor) if found is None else found)
-        return tree.with_tensors(out)
-
-    return [optree.tree_map(grads, tree, is_leaf=is_sharded) for tree in wanted]
+                grad = extra if grad is None else grad + extra
+            found.append(Found(key, grad))
+    return found

@@ -151,7 +151,7 @@ def adamw(
     def fused_or_not(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         require_like(params, state[0].mu, "mu")
         require_like(params, state[0].nu, "nu")
-        if _fusable(state[0]):
+        if _fusable(state[0]) and not torch.compiler.is_compiling():  # the compiler makes a kernel of its own
             return step_fn(params, grads, state)
         updates, state = tx.update(grads, state, params)
         return optree.tree_map(lambda p, u: p.add_(u), params, updates), state

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from optim.base import GradientTransformation, require_like
-from ragged import ShardedTree
 from ragged.tree import sharded_trees
 
 __all__ = ["apply_updates", "make_step"]
@@ -41,7 +40,7 @@ def _added(params: Any, updates: Any, in_place: bool) -> Any:
     def add(p: Tensor, u: Tensor) -> Tensor:
         if in_place:
             return p.add_(u)
-        return p.add(u) if torch.result_type(p, u) == p.dtype else (p + u).to(p.dtype)
+        return p.add(u) if torch.promote_types(p.dtype, u.dtype) == p.dtype else (p + u).to(p.dtype)
 
     return optree.tree_map(add, params, updates)
 
@@ -99,7 +98,7 @@ def _distinct(*trees: Any) -> None:
 
 def _end(trees: Any, cause: str, keep: Any = ()) -> None:
     """Mark donated trees, but not those that came back as they were."""
-    kept = {id(tree) for tree in sharded_trees(keep)}
+    kept = sharded_trees(keep)
     for tree in sharded_trees(trees):
-        if isinstance(tree, ShardedTree) and id(tree) not in kept:
+        if not any(tree is other for other in kept):
             tree.end(cause)

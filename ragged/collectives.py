@@ -141,12 +141,11 @@ def all_gather(out: Tensor, shard: Tensor, group: Group, sizes: Sequence[int] | 
 
     Args:
       out: 1-D, the sum of the shards' elements.
-      shard: this rank's, 1-D, same dtype.
+      shard: this rank's, 1-D, same dtype; it may be its own place in `out`.
       sizes: elements per rank, where they are not all equal.
     """
     if group.size == 1:
-        if out.data_ptr() != shard.data_ptr():
-            out.copy_(shard)
+        _place(shard, out)
         return Done(out)
     if out.numel() == 0:
         return Done(out)
@@ -158,7 +157,7 @@ def all_gather(out: Tensor, shard: Tensor, group: Group, sizes: Sequence[int] | 
         return Pending(works, lambda: out)
     pieces = torch.split(out, list(sizes) if sizes is not None else [shard.numel()] * group.size)
     if native:
-        pieces[group.rank].copy_(shard)
+        _place(shard, pieces[group.rank])
         works = [
             dist.broadcast(_bytes(piece), group.ranks[k], group=group.handle, async_op=True)
             for k, piece in enumerate(pieces)
@@ -166,11 +165,19 @@ def all_gather(out: Tensor, shard: Tensor, group: Group, sizes: Sequence[int] | 
         ]
     else:
         works = _swap([shard] * group.size, pieces, group)
-        pieces[group.rank].copy_(shard)
+        _place(shard, pieces[group.rank])
     return Pending(works, lambda: out)
 
 
-def reduce_scatter(full: Tensor, group: Group, sizes: Sequence[int] | None = None) -> Pending:
+def _place(x: Tensor, where: Tensor) -> None:
+    """Copy, unless it lies there already."""
+    if x.numel() and x.data_ptr() != where.data_ptr():
+        where.copy_(x)
+
+
+def reduce_scatter(
+    full: Tensor, group: Group, sizes: Sequence[int] | None = None, dtype: torch.dtype | None = None
+) -> Pending:
     """Sum the ranks' full buffers and keep this rank's shard of the sum.
 
     On the CPU the contributions travel as they are and are summed in rank order, in fp32 for 16-bit floats. It is
@@ -179,12 +186,14 @@ def reduce_scatter(full: Tensor, group: Group, sizes: Sequence[int] | None = Non
     Args:
       full: 1-D contributions for all ranks; must not change until `wait`.
       sizes: elements per rank, where they are not all equal.
+      dtype: of the result, if not that of the contributions: on the CPU the sum is rounded to it once.
 
     Returns:
       Pending with a new tensor, or `full` itself in a group of one.
     """
+    dtype = full.dtype if dtype is None else dtype
     if group.size == 1:
-        return Done(full)
+        return Done(full.to(dtype))
     cuts = [full.numel() // group.size] * group.size if sizes is None else list(sizes)
     mine = cuts[group.rank]
     _note("reduce_scatter", (full.numel() - mine) * full.itemsize, group)
@@ -193,15 +202,15 @@ def reduce_scatter(full: Tensor, group: Group, sizes: Sequence[int] | None = Non
         out = full.new_empty(mine)
         if sizes is None:
             works = [_reduce_scatter_single(out, full, group=group.handle, async_op=True)]
-            return Pending(works, lambda: out)
+            return Pending(works, lambda: out.to(dtype))
         works = [
             dist.reduce(piece, group.ranks[k], group=group.handle, async_op=True)
             for k, piece in enumerate(pieces)
             if piece.numel()
         ]
-        return Pending(works, lambda: out.copy_(pieces[group.rank]))
+        return Pending(works, lambda: out.copy_(pieces[group.rank]).to(dtype))
     parts, works = _collect(pieces, group)
-    return Pending(works, lambda: _in_order(parts, torch.add))
+    return Pending(works, lambda: _in_order(parts, torch.add, dtype))
 
 
 def _collect(pieces: Sequence[Tensor], group: Group, tag: int | None = None) -> tuple[list[Tensor], list[Any]]:
@@ -213,16 +222,15 @@ def _collect(pieces: Sequence[Tensor], group: Group, tag: int | None = None) -> 
     return parts, works
 
 
-def _in_order(parts: Sequence[Tensor], combine: Callable[..., Tensor]) -> Tensor:
+def _in_order(parts: Sequence[Tensor], combine: Callable[..., Tensor], dtype: torch.dtype | None = None) -> Tensor:
     """Combine in the order given, so that the result is the same on every run and machine; a new tensor."""
-    dtype = parts[0].dtype
-    if dtype in (torch.bfloat16, torch.float16):
+    if parts[0].dtype in (torch.bfloat16, torch.float16):
         total = combine(parts[0].float(), parts[1])
     else:
         total = combine(parts[0], parts[1])
     for part in parts[2:]:
         combine(total, part, out=total)
-    return total.to(dtype)
+    return total.to(parts[0].dtype if dtype is None else dtype)
 
 
 Tags = tuple[int, int]
@@ -293,8 +301,7 @@ def exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: Group) -
     _note("exchange", sum(x.nbytes for k, x in enumerate(sent) if k != own), group)
     if group.size == 1 or sent[own].device.type == "cpu":
         works = _swap(sent, received, group) if group.size > 1 else []
-        if sent[own].numel() and sent[own].data_ptr() != received[own].data_ptr():
-            received[own].copy_(sent[own])
+        _place(sent[own], received[own])
         return Pending(works, lambda: received[own])
     outputs, inputs = [_bytes(x) for x in received], [_bytes(x) for x in sent]
     return Pending([dist.all_to_all(outputs, inputs, group=group.handle, async_op=True)], lambda: received[own])

@@ -15,7 +15,7 @@ from ragged.places import global_index
 from ragged.plans import Plan
 from ragged.resolver import resolve
 from ragged.selection import whole
-from ragged.sharding import mesh_facts
+from ragged.sharding import mesh_facts, new_shard
 from ragged.tree import ShardedTree
 
 __all__ = ["init"]
@@ -23,7 +23,9 @@ __all__ = ["init"]
 _CHUNK = 1 << 16  # elements per call of an initializer: its fp64 temporaries stay in the cache
 
 
-def init(plan: Plan, initializers: Any, *, seed: int, mesh: DeviceMesh | None = None) -> ShardedTree:
+def init(
+    plan: Plan, initializers: Any, *, seed: int, mesh: DeviceMesh | None = None, offload: bool = False
+) -> ShardedTree:
     """A sharded tree with fresh values, bitwise the same on every mesh and for every block.
 
     Args:
@@ -32,6 +34,7 @@ def init(plan: Plan, initializers: Any, *, seed: int, mesh: DeviceMesh | None = 
         value, a prefix pytree, or `rules({...})`. It sees the global shape, so that a fan-in
         never depends on the mesh.
       seed: any int, the same on all ranks.
+      offload: as in `shard`.
 
     Raises:
       ValueError: on all ranks: a leaf without an initializer, another plan or seed on some
@@ -58,7 +61,7 @@ def init(plan: Plan, initializers: Any, *, seed: int, mesh: DeviceMesh | None = 
     for piece in selection.pieces:
         bucket, rank = piece.bucket, comm.rank(piece.bucket.ragged)
         base = bucket.bounds(rank)
-        buffer = torch.zeros(bucket.bounds.size(rank), dtype=bucket.dtype, device=comm.device)
+        buffer = new_shard(bucket.bounds.size(rank), bucket.dtype, comm, offload)
         for leaf in bucket.leaves:
             start, stop = leaf.span(rank)
             for a in range(start, stop, _CHUNK):

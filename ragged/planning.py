@@ -42,7 +42,7 @@ def plan(
       spec: a `P` (or None: replicated) per leaf: one value, a prefix pytree, a callable
         `(path, leaf)`, or `rules({...})`.
       units: patterns on path prefixes, e.g. `["layers.*"]`; every distinct match is gathered as
-        one unit. Leaves that no pattern matches form one unit per top-level key.
+        one unit. Leaves that no pattern matches form one unit per top-level key. `["."]` is one unit of all.
       optimizer: a transformation whose `blocks` must not be cut either, and whose `labels` are kept together.
       frozen: leaves that are gathered but never reduced, as a mask for the resolver.
       align: every leaf starts at a multiple of so many elements, and S is one.

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ragged.collectives import Done, Group, Pending, all_reduce, reduce_scatter, tags
@@ -51,27 +52,36 @@ def reduction(
     return Reduction(across, divisor)
 
 
-def reduce_buffer(full: Tensor, bucket: Bucket, comm: Comm, how: Reduction) -> Pending:
-    """Start reducing a bucket's global buffer of contributions to this rank's shard of the result."""
+def reduce_buffer(
+    full: Tensor, bucket: Bucket, comm: Comm, how: Reduction, dtype: torch.dtype | None = None
+) -> Pending:
+    """Start reducing a bucket's global buffer of contributions to this rank's shard of the result.
+
+    Args:
+      dtype: of the result, if not that of the contributions, in which everything travels.
+    """
+    dtype = full.dtype if dtype is None else dtype
+    if full.dtype == torch.float16 and how.divisor > 1:  # a sum of fp16 may be infinite where the mean isn't
+        full, how = full.div_(how.divisor), Reduction(how.across, 1)
     sizes = bucket.bounds.sizes if bucket.bounds.explicit else None
-    scattered = reduce_scatter(full, comm.group(bucket.ragged), sizes)
     group = comm.group(how.across)
+    scattered = reduce_scatter(full, comm.group(bucket.ragged), sizes, dtype if group.size == 1 else None)
     if group.size == 1 and how.divisor == 1:
         return scattered
-    return _Rest(scattered, group, how.divisor)
+    return _Rest(scattered, group, how.divisor, dtype)
 
 
 class _Rest(Pending):
     """What follows the reduce-scatter once it has arrived: the other axes, and the division."""
 
-    def __init__(self, scattered: Pending, group: Group, divisor: int) -> None:
-        self._scattered, self._group, self._divisor = scattered, group, divisor
+    def __init__(self, scattered: Pending, group: Group, divisor: int, dtype: torch.dtype) -> None:
+        self._scattered, self._group, self._divisor, self._dtype = scattered, group, divisor, dtype
         self._tags = tags(group)
         self._result = None
 
     def wait(self) -> Tensor:
         if self._result is None:
-            shard = all_reduce(self._scattered.wait(), self._group, drawn=self._tags).wait()
+            shard = all_reduce(self._scattered.wait(), self._group, drawn=self._tags).wait().to(self._dtype)
             self._result = shard.div_(self._divisor) if self._divisor > 1 else shard
             self._scattered = Done(self._result)
         return self._result

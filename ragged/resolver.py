@@ -66,7 +66,9 @@ def matches(pattern: Pattern, path: str) -> bool:
 
 
 def match_prefix(pattern: Pattern, path: str) -> str | None:
-    """The leading components of `path` that the pattern matches, or None."""
+    """The leading components of `path` that the pattern matches, or None; "." stands for the root, which all share."""
+    if pattern == ".":
+        return "."
     if isinstance(pattern, str):
         found = _glob(pattern).match(_dotted(path))
         return found.group().removesuffix(".") if found else None

@@ -23,7 +23,7 @@ from ragged.resolver import brief
 from ragged.selection import Selection, whole
 from ragged.tree import ShardedTree
 
-__all__ = ["from_local", "mesh_facts", "shard"]
+__all__ = ["from_local", "mesh_facts", "new_shard", "shard"]
 
 
 def shard(
@@ -35,6 +35,7 @@ def shard(
     units: Any = (),
     optimizer: HasBlocks | None = None,
     src: int | None = None,
+    offload: bool = False,
 ) -> ShardedTree:
     """Cut a tree of full tensors into this rank's buffers.
 
@@ -52,6 +53,8 @@ def shard(
       mesh: the same mesh by name.
       units, optimizer: as in `ragged.plan`.
       src: global rank whose values are taken.
+      offload: keep the shards, and so the gradients and optimizer states that follow them, in the CPU's memory
+        where the mesh is of accelerators. Gathers copy them to the device, gradients come back from it.
 
     Raises:
       ValueError: on all ranks, naming path and values, if any rank's tree, spec or values
@@ -92,13 +95,20 @@ def shard(
     for piece in selection.pieces:
         bucket = piece.bucket
         size = bucket.bounds.size(comm.rank(bucket.ragged))
-        buffer = torch.zeros(size, dtype=bucket.dtype, device=comm.device)
+        buffer = new_shard(size, bucket.dtype, comm, offload)
         if src is None:
             fill_shard(buffer, bucket, tensors, comm.axes, comm.coordinate)
         out.append(buffer)
     if src is not None:
         _receive(out, selection, made, tensors, comm, src)
     return ShardedTree(made, selection, out)
+
+
+def new_shard(size: int, dtype: torch.dtype, comm: Comm, offload: bool) -> Tensor:
+    """Zeros for a shard: on the mesh's device, or in memory that it copies from without waiting."""
+    if not offload or comm.device.type == "cpu":
+        return torch.zeros(size, dtype=dtype, device=comm.device)
+    return torch.zeros(size, dtype=dtype, device="cpu", pin_memory=True)
 
 
 def mesh_facts(comm: Comm) -> dict[str, str]:
@@ -169,7 +179,7 @@ def _receive(
     source = one_rank([made.leaves[p].shape for p in selection.paths], grid, src)
     move = compile_move(source, holdings_of(selection, made.leaves, comm), (grid, grid), me)
     # Only the source's values are read; others may have meta tensors.
-    given = [_row_major(tensors[p]).to(comm.device) if me == src else out[0] for p in selection.paths]
+    given = [_row_major(tensors[p]).to(out[0].device) if me == src else out[0] for p in selection.paths]
     start_move(move, given, out, comm).wait()
 
 

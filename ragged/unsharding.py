@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ragged.agree import agree
+from ragged.agree import agree, same
 from ragged.buffer import full_views
 from ragged.collectives import all_gather
-from ragged.layout import Bucket, axis_size
+from ragged.layout import Bucket, LeafInfo, axis_size
 from ragged.mesh import Comm
 from ragged.moves import Grid, compile_move, holdings_of, one_rank, start_move
 from ragged.paths import first_difference, flatten
@@ -25,7 +25,7 @@ from ragged.selection import whole
 from ragged.sharding import mesh_facts
 from ragged.tree import ShardedTree, refuse_traced
 
-__all__ = ["reduce_scatter", "unshard"]
+__all__ = ["full_leaf", "reduce_scatter", "unshard"]
 
 
 def unshard(tree: ShardedTree, *, dst: int | None = None) -> Any:
@@ -76,6 +76,21 @@ def unshard(tree: ShardedTree, *, dst: int | None = None) -> Any:
                         full[path] = torch.empty(leaf.shape, dtype=view.dtype, device=view.device)
                     full[path][even_slices(leaf, comm.axes, coordinate)].copy_(view)
     return optree.tree_unflatten(tree.selection.structure, [full[p] for p in tree.paths])
+
+
+def full_leaf(run: Tensor, leaf: LeafInfo, bucket: Bucket, comm: Comm) -> Tensor:
+    """A whole leaf from the runs of all ranks, on every rank; they all have to be at the same one."""
+    axes = tuple(a for a in comm.axes if a in bucket.even) + bucket.ragged
+    even = [a for a in comm.axes if a in bucket.even]
+    runs = [stop - start for start, stop in leaf.runs]
+    flat = run.new_empty(leaf.size * axis_size(comm.axes, tuple(even)))
+    same("full_tensor", f"{leaf.path} {bucket.digest} {run.dtype}", lambda: {"leaf": leaf.path}, comm.group(axes))
+    all_gather(flat, run, comm.group(axes), runs * (flat.numel() // leaf.size if leaf.size else 1)).wait()
+    out = run.new_empty(leaf.shape)
+    for index, coordinate in enumerate(coordinates(comm.axes, even)):
+        part = flat[index * leaf.size : (index + 1) * leaf.size].view(leaf.local_shape)
+        out[even_slices(leaf, comm.axes, coordinate)].copy_(part)
+    return out
 
 
 def _to_one(tree: ShardedTree, dst: int, comm: Comm) -> Any:

@@ -17,9 +17,12 @@ def modules_with_workers(items: list[pytest.Item]) -> set[Path]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Workers take seconds to import torch, on all cores; what does without them takes one core, and goes first."""
+    """Workers take seconds to import torch, on all cores; what does without them takes one core, and goes first.
+
+    What kills workers goes last: the new ones would have to import again what others' tests had them import.
+    """
     modules = modules_with_workers(items)
-    items.sort(key=lambda item: item.path in modules)
+    items.sort(key=lambda item: (item.path in modules, item.path.name == "test_pool.py"))
 
 
 @pytest.fixture(scope="session", autouse=True)

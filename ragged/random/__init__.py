@@ -15,6 +15,7 @@ For a second, independent sequence append to the path, as in ``path + "/noise"``
 """
 
 from ragged.random.counter import bits, uniform01
+from ragged.random.dropout import dropout
 from ragged.random.initializers import Initializer, constant, fan_in, normal, ones, uniform, zeros
 from ragged.random.quantile import standard_normal
 
@@ -22,6 +23,7 @@ __all__ = [
     "Initializer",
     "bits",
     "constant",
+    "dropout",
     "fan_in",
     "normal",
     "ones",

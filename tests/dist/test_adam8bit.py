@@ -54,7 +54,7 @@ def trained(sizes: Any, names: Any, spec: Any, block: Any, dtype: torch.dtype = 
     tx = transformation(block)
     p = shard(values(1, dtype=dtype), plan(values(1, dtype=dtype), mesh, spec, optimizer=tx))
     state, seen = tx.init(p), []
-    for k in range(3):
+    for k in range(2):
         g = shard(optree.tree_map(lambda x, k=k: (x * 3 + k).cos(), values(k, dtype=dtype)), p.plan)
         updates, _ = tx.update(g, state, p)
         seen.append(unshard(updates))

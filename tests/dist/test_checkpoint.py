@@ -11,6 +11,7 @@ import torch
 
 import optim
 from ragged import ELEMENT, TENSOR, P, ShardedTree, checkpoint, make_mesh, plan, reduce_scatter, rules, shard, unshard
+from tests.pool import Pool
 
 TREE = {
     "layers": [{"w": (13, 6), "b": (6,)}, {"w": (13, 6), "b": (6,)}],
@@ -58,8 +59,9 @@ def trees_of(config: str, zero: bool = False) -> dict[str, Any]:
     return {**optree.tree_map(lambda x: f(x) if isinstance(x, torch.Tensor) else x, trees), "key": f(torch.ones(2))}
 
 
-def written(folder: str, config: str) -> None:
-    checkpoint.save(folder, trees_of(config))
+def written(folder: str) -> None:
+    for config in CONFIGS:
+        checkpoint.save(f"{folder}/{config}", trees_of(config))
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -67,28 +69,44 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def read(folder: str, config: str) -> None:
-    want = trees_of(config)
-    for like in (trees_of(config, zero=True), {**trees_of(config, zero=True), "params": want["params"].plan}):
-        got = checkpoint.load(folder, like)
+    """Every checkpoint into a tree, and one of them into a plan."""
+    want, zeros = trees_of(config), trees_of(config, zero=True)
+    likes = [(name, zeros) for name in CONFIGS] + [(config, {**zeros, "params": want["params"].plan})]
+    for name, like in likes:
+        got = checkpoint.load(f"{folder}/{name}", like)
         assert optree.tree_structure(got) == optree.tree_structure(want)
-        assert optree.tree_all(optree.tree_map(equal, got, want))
+        assert optree.tree_all(optree.tree_map(equal, got, want)), name
+    assert optree.tree_all(optree.tree_map(equal, zeros, trees_of(config, zero=True)))  # what is like it is not written
 
 
 def read_plain(folder: str) -> None:
-    got = checkpoint.load(folder, {**trees_of("rows", zero=True), "params": optree.tree_map(torch.zeros_like, full())})
-    assert optree.tree_all(optree.tree_map(torch.equal, got["params"], full()))
+    like = {**trees_of("rows", zero=True), "params": optree.tree_map(torch.zeros_like, full())}
+    for name in CONFIGS:
+        got = checkpoint.load(f"{folder}/{name}", like)
+        assert optree.tree_all(optree.tree_map(torch.equal, got["params"], full()))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of each layout, written by four ranks."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    pool.run(4, written, str(folder))
+    assert checkpoint.latest(folder) == folder / max(CONFIGS)
+    return folder
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_any_layout_to_any_other(run: Any, config: str, tmp_path: Path) -> None:
-    ranks = 4
-    run(ranks, written, str(tmp_path / "a"), config)
-    assert checkpoint.latest(tmp_path) == tmp_path / "a"
-    for other in CONFIGS:
-        run(ranks, read, str(tmp_path / "a"), other)
-    run(1, read_plain, str(tmp_path / "a"))
-    for n in (2, 3, 8):
-        run(n, read, str(tmp_path / "a"), "rows")
+def test_any_layout_to_any_other(run: Any, checkpoints: Path, config: str) -> None:
+    run(4, read, str(checkpoints), config)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_any_layout_to_other_ranks(run: Any, checkpoints: Path, ranks: int) -> None:
+    run(ranks, read, str(checkpoints), "rows")
+
+
+def test_any_layout_to_plain_tensors(run: Any, checkpoints: Path) -> None:
+    run(1, read_plain, str(checkpoints))
 
 
 def trained(folder: str | None, steps: tuple[int, int], config: str) -> Any:

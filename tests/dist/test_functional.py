@@ -1,4 +1,4 @@
-"""`functionalize`: modules as they are, trained sharded, equal to themselves unsharded."""
+"""`functionalize`: modules as pure functions of their parameters."""
 
 from __future__ import annotations
 
@@ -15,128 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import functionalize, value_and_grad
-from optim import adamw, make_step
-from ragged import P, ShardedTree, collectives, combine, make_mesh, partition, plan, shard, unshard
+from ragged import P, ShardedTree, collectives, combine, make_mesh, partition, plan, rules, shard, unshard
 from ragged import checkpoint as checkpoint_folders
-
-
-class Block(nn.Module):
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(d), nn.Linear(d, 2 * d), nn.Linear(2 * d, d, bias=False)
-
-    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
-        out: Tensor = x + scale * self.down(self.up(self.norm(x)).relu())
-        return out
-
-
-class Net(nn.Module):
-    """Tied ends, a block that is called twice under two names, a buffer assigned anew, containers."""
-
-    def __init__(self, d: int = 8, remat: bool = False) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, d)
-        self.layers = nn.ModuleList([Block(d) for _ in range(3)])
-        self.layers.append(self.layers[1])
-        self.ends = nn.ModuleDict({"norm": nn.LayerNorm(d), "head": nn.Linear(d, 11, bias=False)})
-        self.ends["head"].weight = self.embedding.weight
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-        self.remat = remat
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        self.calls = self.calls + 1
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            run = functools.partial(checkpoint, layer, use_reentrant=False) if self.remat else layer
-            x = run(x, scale=0.5)
-        out: Tensor = self.ends["head"](self.ends["norm"](x))
-        return out
-
-
-def net(**options: Any) -> tuple[nn.Module, Callable[..., Tensor]]:
-    torch.manual_seed(0)
-    return Net(**options), lambda out, tokens: nn.functional.cross_entropy(out.flatten(0, 1), tokens.flatten())
-
-
-def llama(tied: bool = False, remat: bool = False) -> tuple[nn.Module, Callable[..., Tensor]]:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(
-        vocab_size=11, num_key_value_heads=1, max_position_embeddings=16, tie_word_embeddings=tied, **sizes
-    )
-    module = transformers.LlamaForCausalLM(config)
-    if remat:
-        module.activation_checkpointing_enable()
-    return module, lambda out, tokens: nn.functional.cross_entropy(out.logits.flatten(0, 1), tokens.flatten())
-
-
-MODELS: dict[str, tuple[Callable[..., Any], list[str], dict[str, Any]]] = {
-    "net": (net, ["layers.*"], {}),
-    "net, units as they come": (net, [], {}),
-    "net, every module": (net, ["layers.*.*", "ends.*"], {}),
-    "net, remat": (net, ["layers.*"], {"remat": True}),
-    "llama": (llama, ["model.layers.*"], {}),
-    "llama, tied": (llama, ["model.layers.*"], {"tied": True}),
-    "llama, remat": (llama, ["model.layers.*"], {"remat": True}),
-}
-STEPS, RATE = 10, 1e-2
-
-
-def tokens(rank: int, ranks: int, step: int) -> Tensor:
-    all_of = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(step))
-    return all_of.chunk(ranks)[rank]
-
-
-def straight(name: str) -> tuple[list[float], dict[str, Tensor]]:
-    make, _, options = MODELS[name]
-    module, loss_of = make(**options)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=RATE, weight_decay=0.1)
-    losses = []
-    for step in range(STEPS):
-        batch = tokens(0, 1, step)
-        optimizer.zero_grad()
-        loss = loss_of(module(batch), batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {name: p.detach() for name, p in module.named_parameters()}
-
-
-def trained(name: str) -> tuple[list[float], dict[str, Tensor]]:
-    make, units, options = MODELS[name]
-    module, loss_of = make(**options)
-    before = {k: v.clone() for k, v in module.state_dict().items()}
-    apply, full, buffers = functionalize(module)
-    params = shard(full, make_mesh((-1,), ("fsdp",), device_type="cpu"), P(ragged="fsdp"), units=units)
-
-    def loss_fn(params: Any, buffers: Any, batch: Tensor) -> tuple[Tensor, Any]:
-        out, buffers = apply(params, buffers, batch)
-        return loss_of(out, batch), buffers
-
-    f, tx = value_and_grad(loss_fn, has_aux=True), adamw(RATE, weight_decay=0.1)
-    state, step_fn, losses = tx.init(params), make_step(tx), []
-    for step in range(STEPS):
-        (loss, buffers), grads = f(params, buffers, tokens(dist.get_rank(), dist.get_world_size(), step))
-        params, state = step_fn(params, grads, state)
-        losses.append(loss.item())
-    if "calls" in buffers:
-        assert buffers["calls"] == STEPS
-    assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())  # it was not touched
-    whole = unshard(params)
-    return losses, {path: functools.reduce(lambda t, k: t[k], path.split("."), whole) for path in params.paths}
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", MODELS)
-def test_modules_train_as_they_do_unsharded(run: Any, name: str, ranks: int) -> None:
-    losses, params = straight(name)
-    assert losses[-1] < losses[0]
-    for got, found in run(ranks, trained, name):
-        assert got == pytest.approx(losses, abs=1e-5)
-        assert found.keys() == params.keys()
-        for path, x in found.items():
-            torch.testing.assert_close(x, params[path], rtol=0, atol=1e-5)
+from tests.modules import MODELS, Net, llama, net, tokens
 
 
 def counted(name: str) -> dict[str, int]:
@@ -283,3 +164,72 @@ def test_modules_on_the_meta_device() -> None:
     assert params["weight"].is_meta
     values = {"weight": torch.eye(64), "bias": torch.zeros(64)}
     assert torch.equal(apply(values, buffers, torch.ones(1, 64))[0], torch.ones(1, 64))
+
+
+class OwnCheckpoint(nn.Module):
+    """It computes its own forward again, with a parameter of its own in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.eye(3) / 2)
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(lambda x: self.inner(x @ self.w).tanh() @ self.w, x, use_reentrant=False)
+        return out
+
+
+def two_trees() -> None:
+    """One apply, two trees, checkpoints in both runs, one loss: each recomputes with its own values."""
+    torch.manual_seed(0)
+    module = nn.Sequential(OwnCheckpoint(), OwnCheckpoint())
+    apply, full, buffers = functionalize(module)
+    other = optree.tree_map(lambda x: x * 1.5, full)
+    x = torch.randn(2, 3)
+
+    def loss_fn(a: Any, b: Any) -> Tensor:
+        return apply(a, buffers, x)[0].sum() + apply(b, buffers, 2 * x)[0].square().sum()
+
+    f = value_and_grad(loss_fn, argnums=(0, 1))
+    want_loss, want = f(full, other)
+    mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
+    trees = [shard(tree, mesh, P(ragged="fsdp"), units=["*"]) for tree in (full, other)]
+    for _ in range(2):
+        loss, grads = f(*trees)
+        assert torch.allclose(loss, want_loss)
+        for tree, wanted in zip(grads, want, strict=True):
+            assert optree.tree_all(optree.tree_map(torch.allclose, unshard(tree), wanted))
+    module.zero_grad()
+    module(x).sum().backward()
+    ones = value_and_grad(lambda p: apply(p, buffers, x)[0].sum())(full)[1]
+    assert torch.allclose(ones["0"]["w"], module[0].w.grad)
+
+
+def test_checkpoints_of_two_trees_in_one_loss(run: Any) -> None:
+    run(2, two_trees)
+
+
+def chosen() -> list[int]:
+    """Policies by unit: gathers of a step with none, one, and both layers kept; and with the layers recomputed."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    out = []
+    for options in (
+        {},
+        {"reshard_after_forward": rules({"0": False, "**": True})},
+        {"reshard_after_forward": False},
+        {"remat": True},
+    ):
+        apply, full, buffers = functionalize(module, **options)
+        params = shard(full, make_mesh((-1,), ("fsdp",), device_type="cpu"), P(ragged="fsdp"), units=["*"])
+        f = value_and_grad(lambda p, apply=apply, buffers=buffers: apply(p, buffers, torch.ones(1, 3))[0].sum())
+        f(params)
+        f(params)
+        with collectives.record() as events:
+            f(params)
+        out.append([e.kind for e in events].count("all_gather"))
+    return out
+
+
+def test_policies_by_unit(run: Any) -> None:
+    assert run(2, chosen) == [[5, 4, 3, 5]] * 2

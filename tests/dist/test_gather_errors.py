@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp import fold, gathered, value_and_grad
-from fsdp.step import Step
+from fsdp.reducing import Reducer
 from ragged import P, make_mesh, partition, shard, unshard
 from tests.models import block, make_loss, make_params, tokens
 
@@ -235,13 +235,13 @@ def reduces_in_flight() -> int:
     call = gathered(lambda p, x: (p["w"] * x).sum())
     most = 0
 
-    def landed(self: Step) -> None:
+    def landed(self: Reducer) -> None:
         nonlocal most
         most = max(most, len(self._flying))
         land(self)
 
-    land = Step._land
-    with mock.patch.object(Step, "_land", landed):
+    land = Reducer.land
+    with mock.patch.object(Reducer, "land", landed):
         f = value_and_grad(lambda ts, x: sum(call(t, x) for t in ts))
         for _ in range(2):
             f(trees, torch.ones(8))

@@ -44,17 +44,17 @@ def same_values(tree: ShardedTree) -> None:
 def all_pairs() -> None:
     mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
     trees = {name: shard(TREE, mesh, spec) for name, spec in SPECS.items()}
-    for name, tree in trees.items():
-        for other in trees.values():
+    for tree in trees.values():
+        for name, other in trees.items():
+            before = [x.clone() for x in tree.tensors]
             for to in (other.plan, SPECS[name]):
-                before = [x.clone() for x in tree.tensors]
                 moved = redistribute(tree, to)
+                assert moved.plan == other.plan
+                assert moved.plan is other.plan or to is not other.plan
                 same_values(moved)
+                for a, b in zip(moved.tensors, other.tensors, strict=True):
+                    assert torch.equal(a, b)
                 assert all(torch.equal(a, b) for a, b in zip(tree.tensors, before, strict=True))
-            moved = redistribute(tree, other.plan)
-            assert moved.plan is other.plan
-            for a, b in zip(moved.tensors, other.tensors, strict=True):
-                assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])

@@ -104,6 +104,6 @@ def round_trips(seed: int, count: int) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(REQUESTS))
 def test_random_round_trips(run: Any, seed: int) -> None:
-    ranks = 8 if seed == 38 else (4, 2, 4, 3)[seed % 4]
+    ranks = 8 if seed == 38 else (4, 2, 3, 2)[seed % 4]
     got = run(ranks, round_trips, seed, TRIPS)
     assert sum(sent for _, sent, _ in got) == got[0][2], "only what a rank doesn't hold travels"

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from tests.pool import Pool
 
 SIZES: dict[str, Any] = {"d": 32, "layers": 2, "heads": 4, "experts": 8}
 BATCH, CONTEXT, RATE, DECAY, ALPHA, CLIP = 8, 24, 3e-3, 0.1, 0.05, 0.5
-STEPS = {torch.float32: 10, torch.float64: 5}  # why: test_train_gpt.py
+STEPS = {torch.float32: 10, torch.float64: 3}  # why: test_train_gpt.py
 EPS = {torch.float32: 1e-6, torch.float64: 1e-8}  # why: test_train_gpt.py
 CLOSE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
@@ -177,7 +178,7 @@ def test_ranks_without_tokens(run: Any) -> None:
 
 
 FLAGS = {"width": 32, "layers": 2, "heads": 4, "experts": 4, "context": 32, "batch": 8}
-FLAGS |= {"steps": 30, "every": 10, "eval-batches": 2, "device": "cpu"}
+FLAGS |= {"steps": 20, "every": 10, "eval-batches": 2, "device": "cpu"}
 
 
 def flags(out: Path, **more: str) -> list[str]:
@@ -209,13 +210,15 @@ def main(arguments: list[str]) -> str:
 
 def test_program(run: Callable[..., list[str]], tmp_path: Path) -> None:
     """Plain python and four processes print and write the same training. Under torchrun: test_train_gpt.py."""
-    text = execute(flags(tmp_path / "one"))
-    said = run(4, main, flags(tmp_path / "four", mesh="2,2", axes="ep,tp"))
+    with ThreadPoolExecutor() as threads:
+        plainly = threads.submit(execute, flags(tmp_path / "one"))
+        said = run(4, main, flags(tmp_path / "four", mesh="2,2", axes="ep,tp"))
+        text = plainly.result()
     assert said[0].count("\n") > 10
     assert said[1:] == [""] * 3
     one, four = rows_of(tmp_path / "one"), rows_of(tmp_path / "four")
     for rows in (one, four):
-        assert [row["step"] for row in rows] == [1, 10, 20, 30]
+        assert [row["step"] for row in rows] == [1, 10, 20]
         assert rows[-1]["val_loss"] < rows[0]["val_loss"] - 1
     for a, b in zip(one, four, strict=True):
         for name in ("loss", "val_loss", "busiest_expert_percent"):

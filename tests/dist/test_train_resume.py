@@ -4,40 +4,42 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.dist.test_train_gpt import execute, torchrun
+from tests.dist.test_train_gpt import arguments, execute, main, rows_of, torchrun
 
-FLAGS = ["--optimizer", "muon+adamw8bit", "--save-every", "10", "--steps", "150"]
+FLAGS = ["--optimizer", "muon+adamw8bit", "--save-every", "10", "--steps", "60"]
 
 
-def test_resume_after_a_worker_died(tmp_path: Path) -> None:
+def test_resume_after_a_worker_died(run: Callable[..., list[str]], tmp_path: Path) -> None:
     """One of two workers is killed; the launcher starts both again, and they end as if nothing had happened."""
+    straight, out = tmp_path / "straight", tmp_path / "killed"
     saved = tmp_path / "saved"
     flags = [*FLAGS, "--resume", str(saved)]
     with ThreadPoolExecutor() as threads:
-        straight = threads.submit(execute, tmp_path / "straight", torchrun(2), *FLAGS)
         # torch's launcher lets restarted workers find the addresses of dead ones, unless told so (pytorch#135712)
         launcher = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *torchrun(2), "--max-restarts", "1"]
-        killed = threads.submit(execute, tmp_path / "killed", launcher, *flags, quiet=False)
-        kill_one(saved, 20)
+        killed = threads.submit(execute, out, launcher, *flags, quiet=False)
+        killer = threads.submit(kill_one, saved, 20)
+        run(2, main, arguments(straight, *FLAGS))
+        killer.result()
         text, rows = killed.result()
-        _, want = straight.result()
+    want = rows_of(straight)
     assert "resumed after step" in text
     assert [row["step"] for row in rows] == [row["step"] for row in want]
     assert rows[-1]["val_loss"] == want[-1]["val_loss"]  # bitwise: on as many ranks as before
-    assert sorted(p.name for p in saved.iterdir()) == ["step-140", "step-150"]
-    again, same = execute(tmp_path / "killed", [sys.executable], *flags)  # nothing to do, on one process
-    assert "resumed after step 150" in again
-    assert same == rows
-    longer = [*flags, "--steps", "160", "--lr", "1e-9"]
-    _, more = execute(tmp_path / "killed", [sys.executable], *longer)
-    assert more[-1]["step"] == 160
+    assert sorted(p.name for p in saved.iterdir()) == ["step-50", "step-60"]
+    (again,) = run(1, main, arguments(out, *flags))  # nothing to do, on one process
+    assert "resumed after step 60" in again
+    assert rows_of(out) == rows
+    run(1, main, arguments(out, *flags, "--steps", "70", "--lr", "1e-9"))
+    more = rows_of(out)
+    assert more[-1]["step"] == 70
     assert more[-1]["val_loss"] == pytest.approx(rows[-1]["val_loss"], abs=1e-4)
 
 
