@@ -44,6 +44,17 @@ def fsdp2(config: Config, **options: Any) -> Callable[[], Tensor]:
     """torch's `fully_shard` on every block and on the root, fused `torch.optim.AdamW`."""
     from torch.distributed.fsdp import fully_shard
 
+    return in_place(config, fully_shard, **options)
+
+
+def ours_in_place(config: Config, **options: Any) -> Callable[[], Tensor]:
+    """This library's `fully_shard`, in the same loop as torch's."""
+    from fsdp import fully_shard
+
+    return in_place(config, fully_shard, **options)
+
+
+def in_place(config: Config, fully_shard: Any, **options: Any) -> Callable[[], Tensor]:
     from ragged import make_mesh
 
     mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
@@ -124,6 +135,7 @@ def limit_bytes(config: Config) -> Callable[[], Tensor]:
 
 SYSTEMS: dict[str, Callable[[Config], Callable[[], Tensor]]] = {
     "ours": ours,
+    "ours, in place": ours_in_place,
     "FSDP2": fsdp2,
     "limit: compute": limit_compute,
     "limit: bytes": limit_bytes,

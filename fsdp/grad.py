@@ -229,7 +229,7 @@ class ValueAndGrad:
         except BaseException:
             step.close()
             raise
-        learnt = tuple(step.calls), step.casts
+        learnt = tuple(step.calls), step.buckets.casts
         try:
             step.settle()
             value = end_step(recorder, over, loss, error)

@@ -85,7 +85,7 @@ class ModuleStep(Step):
         self.left()
         if not self.closed:
             self.settle()
-            for full in self._by_key.values():
+            for full in self.buckets:
                 if self.ended or full.budget < math.inf:  # else a gradient is yet to be differentiated
                     full.empty()
 
@@ -121,7 +121,7 @@ class ModuleStep(Step):
         self.backward = False
         self._say(None)
         if recorder.learning and not self.ended:
-            self.learnt(Schedule.learn(tuple(self.calls), recorder.seen, self._forward_events, self.casts))
+            self.learnt(Schedule.learn(tuple(self.calls), recorder.seen, self._forward_events, self.buckets.casts))
         self.ended = True
         return self.reducer.grads
 

@@ -134,7 +134,7 @@ class Root:
                 next(begun) if id(piece.bucket) in learning else tensor.detach()
                 for piece, tensor in zip(tree.selection.pieces, tree.tensors, strict=True)
             ]
-            step.register(ShardedTree(tree.plan, tree.selection, tensors), _label(prefix), True)
+            step.buckets.register(ShardedTree(tree.plan, tree.selection, tensors), _label(prefix), True)
             step.shards.append(tensors)
 
     def _run_of(self, step: ModuleStep) -> Run:

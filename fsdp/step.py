@@ -11,9 +11,10 @@ import optree
 import torch
 from torch import Tensor
 
+from fsdp.buckets import Buckets
 from fsdp.full import Full
 from fsdp.outputs import check_outputs, nodes_of
-from fsdp.precision import Cast, MixedPrecision
+from fsdp.precision import MixedPrecision
 from fsdp.reducing import Carry, Reducer
 from fsdp.schedule import Event, Recorder, Schedule
 from ragged.buffer import compare
@@ -65,7 +66,7 @@ class Step:
     Attributes:
       comm: the mesh; `recorder`: order of collectives, None without gradients.
       precision: of calls that don't say their own.
-      reducer: what becomes of gradients.
+      buckets: those that calls gather; `reducer`: what becomes of gradients.
       at_close: called once when the step ends.
       depth: how many calls ahead forward gathers run.
       hints: trees that the next calls will use, while no schedule is known.
@@ -92,47 +93,12 @@ class Step:
         self.backward = False
         self.ended = False  # backward has been through all of it
         self.closed = False
-        self._by_tensor: dict[int, Full] = {}
-        self._by_key: dict[str, Full] = {}
-        self.derived = False  # some gathered tree was computed in the loss
+        self.buckets = Buckets()
         self._clock = 0  # ticks when a call begins and when it ends
         self._ends: list[_End] = []  # calls in the order in which they ended; backward visits them in reverse
         self._first_end: dict[str, int] = {}  # a bucket's first end
         self._visited = 0  # backward has come down to this many ends
         self._warm: dict[str, Full] = {}  # filled in forward, those used last come last
-
-    # Trees and buckets
-
-    def register(self, tree: ShardedTree, name: str, trainable: bool) -> None:
-        """Know a tree's whole buckets by name, so that they can be started ahead."""
-        for piece, tensor in zip(tree.selection.pieces, tree.tensors, strict=True):
-            if piece.whole:
-                self._add(name, tensor, piece.bucket, tree.plan.bound(), trainable and tensor.requires_grad, False)
-
-    def _add(self, name: str, tensor: Tensor, bucket: Bucket, comm: Comm, trainable: bool, derived: bool) -> Full:
-        key = f"{name}{bucket.name}"
-        full = Full(key, f"{name}{bucket.unit}", tensor, bucket, comm, trainable, derived)
-        self._by_tensor[id(tensor)] = self._by_key[key] = full
-        return full
-
-    def _fulls(self, tree: ShardedTree) -> list[Full]:
-        """The buckets of a tree, which must be whole."""
-        tree.require_whole_buckets("a gathered function")
-        out = []
-        for piece, tensor in zip(tree.selection.pieces, tree.tensors, strict=True):
-            full = self._by_tensor.get(id(tensor))
-            if full is None:
-                name = f"derived {len(self._by_key)}: "
-                self.derived = True
-                learns = tensor.requires_grad
-                full = self._add(name, tensor, piece.bucket, tree.plan.bound(), learns, learns and not tensor.is_leaf)
-            out.append(full)
-        return out
-
-    def key_of(self, tensor: Tensor) -> str:
-        """The name under which a tensor was registered, "" if it was not."""
-        full = self._by_tensor.get(id(tensor))
-        return "" if full is None else full.key
 
     # Forward
 
@@ -146,7 +112,7 @@ class Step:
                 "use the tree that was passed to value_and_grad"
             )
         precision = policy.precision or self.precision
-        fulls = list({f.key: f for tree in sharded_trees(first) for f in self._fulls(tree)}.values())
+        fulls = list({f.key: f for tree in sharded_trees(first) for f in self.buckets.of(tree)}.values())
         self._enter(fulls, precision)
         for full in fulls:
             full.uses += 1
@@ -229,26 +195,21 @@ class Step:
         if self.schedule is not None:
             calls = self.schedule.calls[index + 1 : index + 1 + self.depth]
             # a derived tree doesn't exist yet
-            ahead = [self._by_key[key] for call in calls for key in call if key in self._by_key]
+            ahead = [self.buckets[key] for call in calls for key in call if key in self.buckets]
         else:
-            ahead = [full for tree in self.hints[: self.depth] for full in self._fulls(tree)]
+            ahead = [full for tree in self.hints[: self.depth] for full in self.buckets.of(tree)]
         for full in ahead:
             known = None if self.schedule is None else self.schedule.casts.get(full.key)
             if full.cast is None:
                 full.prepare(known or precision.cast(full.local.dtype), self.carry.kept.get(full.key))
         return ahead
 
-    @property
-    def casts(self) -> dict[str, Cast]:
-        """The dtypes in which buckets were used."""
-        return {key: full.cast for key, full in self._by_key.items() if full.cast is not None}
-
     def _substitute(self, first: Any) -> Any:
         def full_tree(tree: Any) -> Any:
             if not isinstance(tree, ShardedTree):
                 return tree
             views: dict[str, Tensor] = {}
-            for full in self._fulls(tree):
+            for full in self.buckets.of(tree):
                 views |= full.views(self._collect)
             return optree.tree_unflatten(tree.selection.structure, [views[p] for p in tree.paths])
 
@@ -298,7 +259,7 @@ class Step:
                 full.empty()
 
     def _fulls_of(self, end: int) -> list[Full]:
-        return [self._by_key[key] for key in self._ends[end].keys]
+        return [self.buckets[key] for key in self._ends[end].keys]
 
     def _collect(self, full: Full, grads: tuple[Tensor | None, ...]) -> Tensor | None:
         """Gradients of a bucket are complete: reduce them, in the one order of all ranks."""
@@ -316,7 +277,7 @@ class Step:
         self._come_down(0)
         self.reducer.above(-1)
         self.reducer.land()
-        kept = {key: full.keep() for key, full in self._by_key.items() if full.lasting and full.filled}
+        kept = {full.key: full.keep() for full in self.buckets if full.lasting and full.filled}
         self.carry.kept.clear()
         self.carry.kept.update(kept)
 
@@ -329,7 +290,7 @@ class Step:
           Exception: the first of those that the waits raised, after all of them.
         """
         failed: Exception | None = None
-        fulls, reductions = self._by_key.values(), self.reducer.unfinished()
+        fulls, reductions = list(self.buckets), self.reducer.unfinished()
         for wait in [full.wait for full in fulls] + [pending.wait for pending in reductions]:
             try:
                 wait()
@@ -345,15 +306,14 @@ class Step:
         """
         self.closed = True
         sending, kept = self.reducer.sending(), self.carry.kept
-        for full in self._by_key.values():
+        for full in self.buckets:
             if full.pending is None and full not in sending and not full.keeps(kept.get(full.key)):
                 full.empty()
             full.clear()
         for done in self.at_close:
             done()
         self.at_close = []
-        self._by_key.clear()
-        self._by_tensor.clear()
+        self.buckets.clear()
         self._warm.clear()
         self.reducer.clear()
         self.hints = []

@@ -45,7 +45,7 @@ def trace(
             for tensor, piece in zip(tree.tensors, tree.selection.pieces, strict=True)
         ]
         traced = ShardedTree(tree.plan, tree.selection, tensors, scope=step, lives=tree._lives)
-        step.register(traced, "" if count == 0 else f"tree {count}: ", learns)
+        step.buckets.register(traced, "" if count == 0 else f"tree {count}: ", learns)
         leaves.extend(t for t in tensors if t.requires_grad)
         count += 1
         return traced
@@ -149,9 +149,9 @@ def collected(wanted: Sequence[Any], step: Step, direct: dict[int, Tensor | None
     found: list[Found] = []
     for tree in sharded_trees(wanted):
         for piece, tensor in zip(tree.selection.pieces, tree.tensors, strict=True):
-            key = step.key_of(tensor)
+            key = step.buckets.key_of(tensor)
             grad = step.reducer.grads.get(key)
-            extra = step.reducer.direct(tensor, piece.bucket, direct.get(id(tensor)), step.derived)
+            extra = step.reducer.direct(tensor, piece.bucket, direct.get(id(tensor)), step.buckets.derived)
             if extra is not None:
                 grad = extra if grad is None else grad + extra
             found.append(Found(key, grad))

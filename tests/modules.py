@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.gpt import GPT, Config, full_params
+
 __all__ = ["MODELS", "RATE", "STEPS", "Block", "Net", "llama", "net", "straight", "tokens"]
 
 
@@ -65,7 +67,20 @@ def llama(tied: bool = False, remat: bool = False) -> tuple[nn.Module, Callable[
     return module, lambda out, tokens: nn.functional.cross_entropy(out.logits.flatten(0, 1), tokens.flatten())
 
 
+class PlainGPT(GPT):
+    """The benchmarks' GPT, as a function of tokens alone."""
+
+    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(tokens[:, :-1], tokens[:, 1:])
+
+
+def gpt() -> tuple[nn.Module, Callable[..., Tensor]]:
+    config = Config(d=8, layers=3, heads=2, T=5, B=1, V=11)
+    return PlainGPT(full_params(config), config), lambda out, tokens: out
+
+
 MODELS: dict[str, tuple[Callable[..., Any], list[str], dict[str, Any]]] = {
+    "gpt": (gpt, ["layers.*"], {}),
     "net": (net, ["layers.*"], {}),
     "net, units as they come": (net, [], {}),
     "net, every module": (net, ["layers.*.*", "ends.*"], {}),

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp import MixedPrecision, fold, gathered, value_and_grad
+from fsdp import MixedPrecision, fold, fully_shard, gathered, value_and_grad
 from optim import adamw, make_step, sgd
-from ragged import P, ShardedTree, map_leaves, shard, tree_map
+from ragged import P, ShardedTree, make_mesh, map_leaves, shard, tree_map
 from tests.dist.test_value_and_grad import mesh
 from tests.models import block
 
@@ -144,3 +144,37 @@ def compiled_leaves() -> None:
 
 def test_compiled_functions_of_leaves(run: Any) -> None:
     run(4, compiled_leaves, timeout=120)
+
+
+def layers_of_a_module() -> tuple[int, int]:
+    """Graphs after the first step and after four, of layers that were compiled before they were sharded."""
+    graphs: list[Any] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    def module() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(3)))
+
+    a, b = module(), module()
+    for layer in a:
+        layer.compile(backend=backend, fullgraph=True)
+    fully_shard(a, mesh=make_mesh((-1,), ("fsdp",), device_type="cpu"), units=["*"])
+    first = 0
+    for step in range(4):
+        a.zero_grad()
+        b.zero_grad()
+        x = torch.ones(2, 6) + step
+        for m in (a, b):
+            m(x).square().sum().backward()
+        first = first or len(graphs)
+        for p, q in zip(a.parameters(), b.parameters(), strict=True):
+            assert torch.allclose(p.grad.full_tensor(), q.grad, rtol=1e-6)
+    return first, len(graphs)
+
+
+def test_compiled_layers_of_a_sharded_module(run: Any) -> None:
+    for first, last in run(2, layers_of_a_module):
+        assert 1 <= first == last
