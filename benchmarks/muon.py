@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import optim
-from benchmarks.step import join, launch
+from benchmarks.step import interleaved, join, launch
 from optim.matrices import cost
 from optim.newton_schulz import newton_schulz
 from optim.roots import balanced
@@ -122,14 +120,8 @@ def worker(rank: int, args: argparse.Namespace, port: int, out: Any) -> None:
     table["ours"] = [], len(events), int(sent)
     for run in runs.values():
         run()  # warms up
-    shuffler = random.Random(0)
-    for _ in range(args.rounds):
-        for name in shuffler.sample(list(runs), len(runs)):
-            dist.barrier()
-            start = time.perf_counter()
-            runs[name]()
-            dist.barrier()
-            table[name][0].append(time.perf_counter() - start)
+    for name, seconds in interleaved(runs, args.rounds).items():
+        table[name][0].extend(seconds)
     if rank == 0:
         out.put(table)
     dist.destroy_process_group()

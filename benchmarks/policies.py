@@ -9,9 +9,7 @@ that run all policies in a shuffled order.
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.gpt import Config, batch, full_params, make_loss
-from benchmarks.step import join, launch
+from benchmarks.step import interleaved, join, launch
 
 MB = 1_000_000
 
@@ -82,15 +80,7 @@ def timed(rank: int, args: argparse.Namespace, port: int, out: Any) -> None:
         with collectives.record() as events:
             step()
         counted[name] = Counter(e.kind for e in events), sum(e.sent for e in events)
-    rounds: dict[str, list[float]] = {name: [] for name in steps}
-    shuffler = random.Random(0)
-    for _ in range(args.rounds):
-        for name in shuffler.sample(list(steps), len(steps)):
-            dist.barrier()
-            start = time.perf_counter()
-            steps[name]()
-            dist.barrier()
-            rounds[name].append(time.perf_counter() - start)
+    rounds = interleaved(steps, args.rounds)
     if rank == 0:
         out.put((counted, rounds))
     dist.destroy_process_group()

@@ -16,6 +16,7 @@ import random
 import socket
 import statistics
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -38,22 +39,28 @@ def join(rank: int, args: argparse.Namespace, port: int) -> None:
     dist.init_process_group("gloo")
 
 
+def interleaved(steps: Mapping[str, Callable[[], Any]], rounds: int, repeat: int = 1) -> dict[str, list[float]]:
+    """Seconds of each step in each round, all of them in a shuffled order, which is the same on all ranks."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    shuffler = random.Random(0)
+    for _ in range(rounds):
+        for name in shuffler.sample(list(steps), len(steps)):
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(repeat):
+                steps[name]()
+            dist.barrier()
+            found[name].append((time.perf_counter() - start) / repeat)
+    return found
+
+
 def time_worker(rank: int, args: argparse.Namespace, port: int, out: Any) -> None:
     join(rank, args, port)
     steps = {name: SYSTEMS[name](args.config) for name in args.systems}
     for _ in range(3):
         for step in steps.values():
             step()
-    rounds: dict[str, list[float]] = {name: [] for name in steps}
-    shuffler = random.Random(0)
-    for _ in range(args.rounds):
-        for name in shuffler.sample(list(steps), len(steps)):
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(args.repeat):
-                steps[name]()
-            dist.barrier()
-            rounds[name].append((time.perf_counter() - start) / args.repeat)
+    rounds = interleaved(steps, args.rounds, args.repeat)
     if rank == 0:
         out.put(rounds)
     dist.destroy_process_group()

@@ -58,6 +58,11 @@ class Managed:
     def plan(self) -> Plan:
         return self.tree.plan
 
+    def restore(self) -> None:
+        """Have the sharded parameters in their places, also after a backward pass that failed half-way."""
+        if self.root is not None and not in_backward():
+            self.root.leave()
+
     def rebuffer(self, tensors: Sequence[Tensor], ready: bool) -> None:
         """Have the parameters on other buffers of the same sizes."""
         old = self.leaves
@@ -85,13 +90,17 @@ class ShardedModule(nn.Module):
     _managed: Managed
 
     def set_requires_gradient_sync(self, sync: bool, *, recurse: bool = True) -> None:
-        """Whether the following backward passes reduce gradients. While they don't, each rank keeps its own, as
-        large as the full parameters, and the next pass that does adds them."""
+        """Whether the following passes reduce gradients. While they don't, each rank keeps its own, as large as the
+        full parameters, and the next pass that does adds them; `zero_grad` leaves them.
+
+        It counts when a forward pass begins. One through several sharded modules reduces if all of them say so.
+        """
         for _, each in managed(self) if recurse else [("", self._managed)]:
             each.sync = sync
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module: full tensors under plain names, on every rank; every rank has to call it."""
+        self._managed.restore()
         out = super().state_dict(*args, **kwargs)
         if kwargs.get("keep_vars"):
             return out
@@ -107,8 +116,7 @@ class ShardedModule(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module: the sharded parameters, also after a backward pass that failed half-way."""
-        if self._managed.root is not None and not in_backward():
-            self._managed.root.leave()
+        self._managed.restore()
         yield from super().named_parameters(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,6 +41,27 @@ def tokens(share: bool = True) -> Tensor:
 
 def block(p: Any, x: Tensor) -> Tensor:
     return x + torch.tanh(x @ p["w"] + p["b"])
+
+
+class _Fallible(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fails: Callable[[str], bool]) -> Tensor:
+        ctx.fails = fails
+        if fails("forward"):
+            raise RuntimeError("no luck in forward")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        if ctx.fails("backward"):
+            raise RuntimeError("no luck in backward")
+        return g, None
+
+
+def fallible(x: Tensor, fails: Callable[[str], bool]) -> Tensor:
+    """The same values, unless `fails` says of "forward" or "backward" that it fails there."""
+    out: Tensor = _Fallible.apply(x, fails)  # type: ignore[no-untyped-call]
+    return out
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

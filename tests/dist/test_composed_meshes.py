@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fsdp import gathered, value_and_grad
 from ragged import P, ShardedTree, make_mesh, plan, redistribute, shard, to_dtensor, tree_map, unshard
+from tests.models import fallible
 
 TREE = {"experts": torch.ones(2, 3), "dense": torch.arange(1.0, 4.0)}
 SPEC = {"experts": P("ep", ragged="fsdp"), "dense": P(ragged="fsdp")}
@@ -139,18 +140,10 @@ def crossed() -> str:
     params = shard(full, mesh, {"u": {"x": P(ragged="a"), "y": P(ragged="b")}})
     broken = False
 
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
+    def product(p: Any, x: Tensor) -> Tensor:
+        return fallible((p["x"].sum() + p["y"].sum()) * x, lambda at: broken and at == "backward")
 
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Tensor:
-            if broken:
-                raise RuntimeError("no luck")
-            return g
-
-    call = gathered(lambda p, x: Fails.apply((p["x"].sum() + p["y"].sum()) * x))  # type: ignore[no-untyped-call]
+    call = gathered(product)
     f = value_and_grad(lambda p, x: call(p["u"], x))
     for _ in range(2):
         _, grads = f(params, torch.ones(()))

@@ -66,11 +66,11 @@ def as_in_torchs_example(api: Any) -> nn.Module:
 
 
 def as_in_torchtitan(api: Any) -> nn.Module:
-    """torchtitan: meta device, a mesh, a policy, the last layer not resharded, to_empty and initializers."""
+    """torchtitan: bf16 with fp32 reductions, meta device, a mesh, a policy, the last layer not resharded, to_empty and initializers."""
     with torch.device("meta"):
         module = Model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
-    policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options = {"mesh": mesh, "mp_policy": policy}
     for name, layer in module.layers.items():
         api.fully_shard(layer, **options, reshard_after_forward=int(name) < len(module.layers) - 1)

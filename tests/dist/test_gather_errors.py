@@ -13,7 +13,7 @@ from torch import Tensor
 from fsdp import fold, gathered, value_and_grad
 from fsdp.reducing import Reducer
 from ragged import P, make_mesh, partition, shard, unshard
-from tests.models import block, make_loss, make_params, tokens
+from tests.models import block, fallible, make_loss, make_params, tokens
 
 
 def failing(steps_before: int, where: str) -> str:
@@ -21,21 +21,8 @@ def failing(steps_before: int, where: str) -> str:
     params = make_params()
     broken = False
 
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Tensor:
-            if broken and where == "backward":
-                raise RuntimeError("no luck in backward")
-            return g
-
     def layer(p: Any, x: Tensor) -> Tensor:
-        if broken and where == "forward":
-            raise RuntimeError("no luck in forward")
-        return block(p, Fails.apply(x))  # type: ignore[no-untyped-call]
+        return block(p, fallible(x, lambda at: broken and at == where))
 
     f = value_and_grad(make_loss(layer))
     for _ in range(steps_before):

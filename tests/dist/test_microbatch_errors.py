@@ -13,7 +13,7 @@ from torch import Tensor
 from fsdp import fold, gathered, microbatch, value_and_grad
 from ragged import P, shard, unshard
 from tests.dist.test_value_and_grad import close, mesh
-from tests.models import block, make_loss, make_params, tokens
+from tests.models import block, fallible, make_loss, make_params, tokens
 
 
 def odd_here() -> bool:
@@ -123,20 +123,10 @@ def failing(keep: bool, where: str, steps_before: int) -> str:
     """Rank 1 fails in its second micro-batch; the next accumulation starts from nothing."""
     params, broken = make_params(), False
 
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            if broken and where == "forward":
-                raise RuntimeError("no luck in forward")
-            return x.clone()
+    def layer(p: Any, x: Tensor) -> Tensor:
+        return block(p, fallible(x, lambda at: broken and at == where))
 
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Tensor:
-            if broken and where == "backward":
-                raise RuntimeError("no luck in backward")
-            return g
-
-    f = value_and_grad(make_loss(lambda p, x: block(p, Fails.apply(x)), keep=keep))  # type: ignore[no-untyped-call]
+    f = value_and_grad(make_loss(layer, keep=keep))
     want = unshard(value_and_grad(make_loss())(params, tokens())[1])
     said = ""
 
