@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -101,6 +102,7 @@ class _Work:
         }
         for name, b in self.buffers.items():
             _put(self.slots[name], b)
+        self.versions = {name: b._version for name, b in self.buffers.items()}
         for path, leaf in plan.leaves.items():
             _put(self.slots[path], _Closed(path, leaf.unit, leaf.shape, leaf.dtype))
         self.shards = [
@@ -132,9 +134,13 @@ class _Work:
                 if ends[unit.name] == i:
                     self._close(unit)
         for name, b in self.given.items():
-            self.buffers[name] = self._now(name).detach()
+            now = self._now(name)
             if b.is_meta:
-                _check_filled(self.buffers[name], f"buffer {name!r}")
+                _check_filled(now, f"buffer {name!r}")
+                same = now is self.buffers[name] and now._version == self.versions[name]
+                if same and now.numel() and not now.is_floating_point():  # no value says "unset"
+                    raise _unfilled(f"buffer {name!r}")
+            self.buffers[name] = now.detach()
 
     def _owns(self, module: nn.Module, unit: Any) -> bool:
         entries = {id(module._parameters)}
@@ -169,7 +175,8 @@ class _Closed(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        found = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, _Closed))
+        given: Any = (args, kwargs or {})
+        found = next(x for x in optree.tree_leaves(given) if isinstance(x, _Closed))
         if func.overloadpacket.__name__ in ("detach", "alias"):
             return found
         raise ValueError(
@@ -190,7 +197,11 @@ def _empty(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _check_filled(x: Tensor, what: str) -> None:
     if x.isnan().any():
-        raise ValueError(f"nothing initialises {what} of the module, or not all of it; pass init_fn=")
+        raise _unfilled(what)
+
+
+def _unfilled(what: str) -> ValueError:
+    return ValueError(f"nothing initialises {what} of the module, or not all of it; pass init_fn=")
 
 
 def _put(slots: list[Slot], x: Tensor) -> None:

@@ -86,7 +86,8 @@ class ModuleStep(Step):
         if not self.closed:
             self.settle()
             for full in self.buckets:
-                if self.ended or full.budget < math.inf:  # else a gradient is yet to be differentiated
+                # in use: the pass was inside a forward; kept without end: a gradient is yet to be differentiated
+                if not full.uses and (self.ended or full.budget < math.inf):
                     full.empty()
 
     def _before_backward(self, end: int, x: Any) -> None:
@@ -115,7 +116,7 @@ class ModuleStep(Step):
             self.finish()
             self.settle()
             if self.carry.sync:  # what earlier passes held of units that this one didn't use
-                for key, grad in flush(self.carry, self.over.how, self.comm).items():
+                for key, grad in flush(self.carry, self.over.how, self.comm, recorder.issue).items():
                     mine = self.reducer.grads.get(key)
                     self.reducer.grads[key] = grad if mine is None else mine.add_(grad)
         self.backward = False
@@ -123,7 +124,8 @@ class ModuleStep(Step):
         if recorder.learning and not self.ended:
             self.learnt(Schedule.learn(tuple(self.calls), recorder.seen, self._forward_events, self.buckets.casts))
         self.ended = True
-        return self.reducer.grads
+        grads, self.reducer.grads = self.reducer.grads, {}
+        return grads
 
     def fail(self, error: Exception) -> None:
         """Take part in what the other ranks wait for, and tell them.

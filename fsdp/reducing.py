@@ -50,13 +50,19 @@ class Carry:
     kept: dict[str, Kept] = field(default_factory=dict)
 
 
-def flush(carry: Carry, how: Callable[[Bucket], Reduction], comm: Comm) -> dict[str, Tensor]:
+def flush(
+    carry: Carry,
+    how: Callable[[Bucket], Reduction],
+    comm: Comm,
+    announce: Callable[[Event], None] = lambda event: None,
+) -> dict[str, Tensor]:
     """Reduce all contributions that are still held, in one order on all ranks: shards by bucket key."""
     out = {}
     for key in sorted(carry.held):
         bucket, buffer, dtype, into = carry.held.pop(key)
         if buffer is None:
             buffer = torch.zeros(bucket.length, dtype=dtype, device=comm.device)
+        announce(Event("reduce", key, bucket, dtype))
         out[key] = reduce_buffer(buffer, bucket, comm, how(bucket), into.dtype).wait().to(into.device)
     return out
 

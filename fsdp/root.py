@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-import optree
 import torch
 from torch import nn
 
@@ -17,6 +17,7 @@ from fsdp.schedule import Recorder, Schedule
 from fsdp.stages import Part, points_of
 from fsdp.step import Step
 from fsdp.tracing import same_start
+from ragged.agree import same
 from ragged.mesh import Comm
 from ragged.tree import ShardedTree
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from fsdp.sharded_module import Managed
 
 __all__ = ["Root"]
+
+SCHEDULES = 64  # orders that are kept, for so many kinds of arguments
 
 
 class Root:
@@ -63,12 +66,14 @@ class Root:
         self._schedules: dict[Any, Schedule] = {}
         self._steps: list[weakref.ref[ModuleStep]] = []  # that backward may come to
         self._on: list[ModuleStep] = []  # that backward is in
-        self._placed = False  # full parameters may be in their places
 
     @property
     def current(self) -> bool:
         """Whether the parameters are where they were."""
-        return all(each.tree is tree for each, tree in zip(self.parts.values(), self.trees, strict=True))
+        try:
+            return all(each.tree is tree for each, tree in zip(self.parts.values(), self.trees, strict=True))
+        except ReferenceError:  # a part of the module is gone
+            return False
 
     def run(self, inner: Callable[..., Any], training: bool, args: Any, kwargs: Any) -> Any:
         """The module on these arguments."""
@@ -76,9 +81,10 @@ class Root:
             replayed.enter_pass()
             return self._through(self._run_of(replayed), inner, args, kwargs)
         self.leave()  # what a backward pass that failed left behind
-        self._check()
+        error = self._error()
         if torch.is_grad_enabled():
-            return self._trained(inner, training, args, kwargs)
+            return self._trained(inner, training, args, kwargs, error)
+        same("the start of a forward pass", "", dict, self.comm.everyone, error)
         step = Step(self.comm)
         try:
             run = Run(tuple(_scoped(tree, step) for tree in self.trees), self.points)
@@ -87,17 +93,21 @@ class Root:
             step.settle()
             step.close()
 
-    def _trained(self, inner: Callable[..., Any], training: bool, args: Any, kwargs: Any) -> Any:
+    def _trained(
+        self, inner: Callable[..., Any], training: bool, args: Any, kwargs: Any, error: Exception | None
+    ) -> Any:
         wanted = [leaf for leaf in self.leaves.values() if leaf.requires_grad]
         learns = tuple(leaf.requires_grad for leaf in self.leaves.values())
         carry = Carry(all(each.sync for each in self.parts.values()), held=_HeldByPart(self.parts))
         token = training, carry.sync, tuple(sorted(carry.held)), _form(args, kwargs)
         schedule, recorder = self._schedules.get((learns, token)), None
+        same_start(self.trees, learns, schedule, token, self.comm, error)
         if wanted:
-            same_start(self.trees, learns, schedule, token, self.comm, None)
             recorder = Recorder(schedule, self.comm, "other arguments, or a module of its own")
 
         def learnt(found: Schedule) -> None:
+            if len(self._schedules) >= SCHEDULES:
+                self._schedules.pop(next(iter(self._schedules)))
             self._schedules[learns, token] = found
 
         step = ModuleStep(self.over, recorder, learnt, self._enter, self.leave, schedule=schedule, carry=carry)
@@ -149,7 +159,8 @@ class Root:
 
     def _enter(self, step: ModuleStep) -> None:
         """A backward pass is on: hold the step until it is over, whatever becomes of the graph."""
-        self._placed = True
+        for each in self.parts.values():
+            each.roots.add(self)
         if step not in self._on:
             self._on.append(step)
 
@@ -159,29 +170,37 @@ class Root:
         return alive[-1] if alive else None
 
     def leave(self) -> None:
-        """Sharded parameters in their places, and no backward pass on."""
+        """Sharded parameters in their places, and no backward pass on, of this root or another that shares them."""
+        for root in {root for each in self.parts.values() for root in each.roots}:
+            root.put_back()
+
+    def put_back(self) -> None:
+        """What this root's backward passes placed goes, but for modules whose calls are still on."""
         for step in self._on:
             if step.backward:  # its pass failed half-way: what it began to gather has to arrive
                 step.settle()
                 step.close()
-        if self._placed:
-            place(self.slots, self.leaves)
-            for gate in self.points:
-                gate.later = None
-            self._on.clear()
-            self._placed = False
+        for gate, point in self.points.items():
+            gate.later = None
+            if point is not None and not gate.inside:
+                place(point.slots, self.leaves)
+        self._on.clear()
+        for each in self.parts.values():
+            with contextlib.suppress(ReferenceError):
+                each.roots.discard(self)
 
-    def _check(self) -> None:
-        """Raise unless every parameter is in its places and has values."""
+    def _error(self) -> ValueError | None:
+        """What is wrong with a parameter that isn't in its places, or has no values."""
         for slot in self.slots:
             if slot.entries.get(slot.name) is not self.leaves[slot.path]:
-                raise _replaced(slot.path)
+                return _replaced(slot.path)
         for name, leaf in self.leaves.items():
             if not leaf.home.ready:
-                raise ValueError(
+                return ValueError(
                     f"parameter {name!r} has no values: after module.to_empty(device=...) initialise every parameter, "
                     "or load a state dict"
                 )
+        return None
 
 
 def _replaced(name: str) -> ValueError:
@@ -226,10 +245,9 @@ def _label(prefix: str) -> str:
 
 
 def _form(args: Any, kwargs: Any) -> str:
-    """What of the arguments may decide which modules run: their structure, and flags and names among them."""
-    given: Any = (args, kwargs)
-    leaves: list[Any] = optree.tree_leaves(given)
-    return f"{optree.tree_structure(given)} {[x for x in leaves if isinstance(x, (bool, str))]}"
+    """What of the arguments may decide which modules run: which there are, and flags and names among them."""
+    pairs = [*enumerate(args), *sorted(kwargs.items())]
+    return str([(name, x if isinstance(x, (bool, str)) else type(x).__name__) for name, x in pairs])
 
 
 def _scoped(tree: ShardedTree, step: Step) -> ShardedTree:

@@ -44,6 +44,7 @@ class Managed:
         self.gate = gate_of(module, ShardedModule)
         self.gate.root = weakref.WeakMethod(self.run)  # no cycle: modules go with their last reference
         self.root: Root | None = None
+        self.roots: weakref.WeakSet[Root] = weakref.WeakSet()  # whose backward may have left full parameters
         self.sync = True
 
     def run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -51,6 +52,7 @@ class Managed:
         module = self.module()
         assert module is not None
         if self.root is None or not self.root.current:
+            self.restore()
             self.root = Root(module, self.gate, dict(managed(module)))
         return self.root.run(inner, module.training, args, kwargs)
 
@@ -60,8 +62,10 @@ class Managed:
 
     def restore(self) -> None:
         """Have the sharded parameters in their places, also after a backward pass that failed half-way."""
-        if self.root is not None and not in_backward():
-            self.root.leave()
+        module = self.module()
+        if module is not None and not in_backward():
+            for root in {root for _, each in managed(module) for root in each.roots}:
+                root.put_back()
 
     def rebuffer(self, tensors: Sequence[Tensor], ready: bool) -> None:
         """Have the parameters on other buffers of the same sizes."""
@@ -101,6 +105,10 @@ class ShardedModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module: full tensors under plain names, on every rank; every rank has to call it."""
         self._managed.restore()
+        with torch.inference_mode(False), torch.no_grad():
+            return self._full_state(*args, **kwargs)
+
+    def _full_state(self, *args: Any, **kwargs: Any) -> Any:
         out = super().state_dict(*args, **kwargs)
         if kwargs.get("keep_vars"):
             return out
@@ -123,10 +131,12 @@ class ShardedModule(nn.Module):
         """As of any module: full tensors under plain names, equal on all ranks, of which each takes its runs."""
         if assign:
             raise ValueError("load_state_dict(assign=True) would replace sharded parameters; use assign=False")
+        self._managed.restore()
         return super().load_state_dict(state_dict, strict)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """`to`, `cuda`, `to_empty` and the like: buffers of parameters move as wholes."""
+        self._managed.restore()
         for _, each in managed(self):
             for x in each.tree.tensors:
                 if fn(x[:0]).dtype != x.dtype:

@@ -102,9 +102,11 @@ def refused() -> list[str]:
             module[0].weight.data.zero_()
 
     said = []
-    for how in (weights, half, reaching):
+    for how in (weights, half, reaching, by_methods):
         with torch.device("meta"):
             module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            if how is by_methods:
+                module.register_buffer("ids", torch.arange(4))
         _, shapes, _ = functionalize(module)
         layout = plan(shapes, make_mesh((-1,), ("fsdp",), device_type="cpu"), P(ragged="fsdp"), units=["*"])
         with pytest.raises(ValueError, match="initialise") as error:
@@ -114,7 +116,7 @@ def refused() -> list[str]:
 
 
 def test_what_stays_without_values_is_named(run: Any) -> None:
-    words = ["parameter '0.bias'", "parameter '0.weight'", "'0.weight' of unit '0'"]
+    words = ["parameter '0.bias'", "parameter '0.weight'", "'0.weight' of unit '0'", "buffer 'ids'"]
     for said in run(2, refused):
         for word, text in zip(words, said, strict=True):
             assert word in text
