@@ -16,6 +16,7 @@ from fsdp.precision import MixedPrecision, as_precision
 from fsdp.schedule import Recorder, Schedule
 from fsdp.step import Step, is_sharded
 from fsdp.tracing import collected, default_data_axes, detached, explained, frozen_pieces, leaf, same_start, trace
+from ragged.layout import Bucket
 from ragged.mesh import Comm
 from ragged.tree import ShardedTree, sharded_trees
 
@@ -208,7 +209,7 @@ class ValueAndGrad:
         same_start(trees, learns, schedule, sums.token, comm, error)
         recorder = Recorder(schedule, comm)
         guessed = self.data_axes is None
-        data_axes = default_data_axes(trees, comm) if self.data_axes is None else self.data_axes
+        data_axes = default_data_axes(_buckets(trees), comm) if self.data_axes is None else self.data_axes
         over = Averaging(comm, data_axes, guessed, self.sum_axes, self.op)
         step = Step(comm, schedule, recorder, over.how, self.precision, sums.carry)
         try:
@@ -275,3 +276,7 @@ class ValueAndGrad:
             what = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"the loss must be one real number in a tensor, got {what}; reduce it, or use has_aux")
         return loss.reshape(()), aux
+
+
+def _buckets(trees: Sequence[ShardedTree]) -> list[Bucket]:
+    return [piece.bucket for tree in trees for piece in tree.selection.pieces]

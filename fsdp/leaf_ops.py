@@ -31,7 +31,6 @@ _ELEMENTWISE = {
     "zeros_like",
     "_to_copy",
 }
-_FOREACH = "_foreach_"
 _FUSED = {"_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"}
 _RANDOM = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
 
@@ -71,7 +70,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _listwise(name: str) -> bool:
     """Whether it does something element-wise to each tensor of lists."""
-    return name in _FUSED or (name.startswith(_FOREACH) and name not in ("_foreach_max", "_foreach_norm"))
+    return name in _FUSED or (name.startswith("_foreach_") and name not in ("_foreach_max", "_foreach_norm"))
 
 
 def _unscale(func: Any, grads: Any, found_inf: Tensor, scale: Tensor) -> None:
@@ -119,9 +118,10 @@ def _on_runs(func: Any, name: str, args: Any, kwargs: Any, where: Whereabouts) -
         args = (args[0], where.cut(args[1].expand(where.info.shape)), *args[2:])
     # layouts are those of the global shape; a run has one
     kwargs = {k: v for k, v in kwargs.items() if k not in ("memory_format", "layout")}
-    run_args, run_kwargs = _mapped(lambda x: x.local, (args, kwargs))
-    out = func(*run_args, **run_kwargs)
-    written = {id(x.local): x for x in _leaves((args, kwargs))}
+    given: Any = (args, kwargs)
+    runs: Any = optree.tree_map(lambda x: x.local if isinstance(x, ShardedLeaf) else x, given)
+    out = func(*runs[0], **runs[1])
+    wrapper = {id(x.local): x for x in _leaves(given)}  # of what in-place operations return
     if name.endswith("_") or "out" in kwargs:
         for x in _leaves(kwargs["out"] if "out" in kwargs else args if name in _FUSED else args[:1]):
             x.home.written(x.local)
@@ -130,8 +130,8 @@ def _on_runs(func: Any, name: str, args: Any, kwargs: Any, where: Whereabouts) -
     def wrapped(x: Any, like: Whereabouts) -> Any:
         if not isinstance(x, Tensor):
             return x
-        if id(x) in written:
-            return written[id(x)]
+        if id(x) in wrapper:
+            return wrapper[id(x)]
         assert x.numel() == count or like is not where
         return ShardedLeaf(x, like)
 
@@ -139,10 +139,6 @@ def _on_runs(func: Any, name: str, args: Any, kwargs: Any, where: Whereabouts) -
         places = [x.home for x in _leaves(args[0])]
         return type(out)(wrapped(x, place) for x, place in zip(out, places, strict=True))
     return optree.tree_map(functools.partial(wrapped, like=where), out)
-
-
-def _mapped(f: Any, tree: Any) -> Any:
-    return optree.tree_map(lambda x: f(x) if isinstance(x, ShardedLeaf) else x, tree)
 
 
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:

@@ -125,9 +125,8 @@ def _traced(tensor: Tensor, bucket: Bucket, learns: bool) -> Tensor:
     return tensor.detach().requires_grad_(learns and not bucket.frozen)
 
 
-def default_data_axes(trees: Sequence[ShardedTree], comm: Comm) -> tuple[str, ...]:
+def default_data_axes(buckets: Sequence[Bucket], comm: Comm) -> tuple[str, ...]:
     """Axes that are ragged for some leaf, and axes that no leaf names."""
-    buckets = [piece.bucket for tree in trees for piece in tree.selection.pieces]
     ragged = {a for b in buckets for a in b.ragged}
     even = {a for b in buckets for a in b.even}
     return tuple(a for a in comm.axes if a in ragged or a not in even)
