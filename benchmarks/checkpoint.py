@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.gpt import GPT, Config
-from benchmarks.step import join, launch
+from benchmarks.harness import join, launch
 from ragged import P, checkpoint, init, make_mesh, plan
 from ragged import random as draws
 

@@ -1,4 +1,7 @@
-"""One GPT in two forms with the same arithmetic: pure functions over a tree, and an nn.Module."""
+"""One GPT in two forms with the same arithmetic: pure functions over a tree, and an nn.Module.
+
+Dense, or with a mixture of experts in every layer.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from fsdp import fold, gathered
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of a GPT: width, layers, heads, tokens per sequence, sequences per rank, vocabulary."""
+    """Sizes of a GPT: width, layers, heads, tokens per sequence, sequences per rank, vocabulary, experts (0: dense)."""
 
     d: int = 512
     layers: int = 8
@@ -25,6 +28,7 @@ class Config:
     T: int = 128
     B: int = 1
     V: int = 8192
+    experts: int = 0
 
     def shapes(self) -> dict[str, Any]:
         """The parameter tree as (shape, dtype) pairs; matrices are (in, out)."""
@@ -34,9 +38,12 @@ class Config:
             "qkv": ((d, 3 * d), f32),
             "out": ((d, d), f32),
             "norm2": ((d,), f32),
-            "up": ((d, 4 * d), f32),
-            "down": ((4 * d, d), f32),
         }
+        if self.experts:
+            e = self.experts
+            layer |= {"router": ((d, e), f32), "up": ((e, d, 2 * d), f32), "down": ((e, 2 * d, d), f32)}
+        else:
+            layer |= {"up": ((d, 4 * d), f32), "down": ((4 * d, d), f32)}
         return {
             "embed": {"tokens": ((self.V, d), f32), "positions": ((self.T, d), f32)},
             "layers": [dict(layer) for _ in range(self.layers)],
@@ -53,7 +60,23 @@ def attention(x: Tensor, qkv: Tensor, out: Tensor, heads: int) -> Tensor:
 def block(p: Any, x: Tensor, heads: int) -> Tensor:
     d = x.shape[-1]
     x = x + attention(F.rms_norm(x, (d,), p["norm1"]), p["qkv"], p["out"], heads)
-    return x + F.gelu(F.rms_norm(x, (d,), p["norm2"]) @ p["up"]) @ p["down"]
+    y = F.rms_norm(x, (d,), p["norm2"])
+    if "router" in p:
+        return x + mixture(y, p["router"], p["up"], p["down"])
+    return x + F.gelu(y @ p["up"]) @ p["down"]
+
+
+def mixture(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Every token goes to the one expert that its router prefers."""
+    tokens = rearrange(x, "b t d -> (b t) d")
+    weight, chosen = (tokens @ router).softmax(-1).max(-1)
+    order = chosen.argsort(stable=True)
+    counts = chosen.bincount(minlength=len(up)).tolist()
+    parts = [
+        F.gelu(part @ u) @ v for part, u, v in zip(tokens[order].split(counts), up.unbind(), down.unbind(), strict=True)
+    ]
+    out = torch.zeros_like(tokens).index_copy(0, order, torch.cat(parts)) * weight[:, None]
+    return out.view_as(x)
 
 
 def make_loss(config: Config, **options: Any) -> Callable[[Any, Tensor, Tensor], Tensor]:
@@ -119,7 +142,7 @@ def full_params(config: Config, seed: int = 0) -> Any:
         shape, dtype = spec
         if len(shape) == 1:
             return torch.ones(shape, dtype=dtype)
-        return torch.randn(shape, generator=generator, dtype=dtype) / math.sqrt(shape[0])
+        return torch.randn(shape, generator=generator, dtype=dtype) / math.sqrt(shape[-2])
 
     import optree
 

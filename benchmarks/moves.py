@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.step import join, launch
+from benchmarks.harness import join, launch
 from ragged import TENSOR, P, Plan, ShardedTree, collectives, make_mesh, plan, redistribute, shard, unshard
 
 __all__ = ["main"]

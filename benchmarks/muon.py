@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import optim
-from benchmarks.step import interleaved, join, launch
+from benchmarks.harness import interleaved, join, launch
 from optim.matrices import cost
 from optim.newton_schulz import newton_schulz
 from optim.roots import balanced

@@ -9,7 +9,6 @@ that run all policies in a shuffled order.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.gpt import Config, batch, full_params, make_loss
-from benchmarks.step import interleaved, join, launch
+from benchmarks.harness import interleaved, join, launch, live_peak, ratio
 
 MB = 1_000_000
 
@@ -88,18 +87,14 @@ def timed(rank: int, args: argparse.Namespace, port: int, out: Any) -> None:
 
 def remembered(rank: int, args: argparse.Namespace, port: int, name: str, out: Any) -> None:
     """The most live bytes of steps, and those before them."""
-    from torch.profiler import ProfilerActivity, profile
-
     join(rank, args, port)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+
+    def run() -> None:
         step = build(args.config, args.table[name])
         for _ in range(3):
             step()
-    now = live = 0
-    for event in run.profiler.kineto_results.events():  # (de)allocations in order
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            live = max(live, now)
+
+    live = live_peak(run)
     if rank == 0:
         out.put(live)
     dist.destroy_process_group()
@@ -120,9 +115,8 @@ def main() -> None:
     print(f"GPT {args.config}, {args.ranks} gloo ranks, a layer is {4 * layer / MB:.1f} MB, {args.rounds} rounds\n")
     print("| policy | gathers | reduces | MB sent | live peak MB | of plain |\n|---|---|---|---|---|---|")
     for name, (kinds, sent) in counted.items():
-        ratio = statistics.median(a / b for a, b in zip(rounds[name], rounds["plain"], strict=True))
         row = [name, kinds["all_gather"], kinds["reduce_scatter"], f"{sent / MB:.1f}", f"{live[name] / MB:.1f}"]
-        print("| " + " | ".join(map(str, [*row, f"{ratio:.2f}"])) + " |")
+        print("| " + " | ".join(map(str, [*row, f"{ratio(rounds[name], rounds['plain']):.2f}"])) + " |")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.gpt import GPT, Config, batch, full_params
-from benchmarks.step import join, launch
+from benchmarks.harness import join, launch
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 

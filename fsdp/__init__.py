@@ -1,6 +1,7 @@
 """Gather, differentiate, reduce: functional fully-sharded training over `ragged` trees."""
 
 from fsdp.folding import fold
+from fsdp.footprint import Footprint, footprint
 from fsdp.functional import Apply, functionalize
 from fsdp.gathering import gathered
 from fsdp.grad import ValueAndGrad, value_and_grad
@@ -13,12 +14,14 @@ from fsdp.torch_optimizer import as_torch_optimizer
 
 __all__ = [
     "Apply",
+    "Footprint",
     "MixedPrecision",
     "ShardedLeaf",
     "ShardedModule",
     "ValueAndGrad",
     "as_torch_optimizer",
     "fold",
+    "footprint",
     "full_parameters",
     "fully_shard",
     "functionalize",

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fsdp.full import Full
 from fsdp.precision import Cast
+from fsdp.rooms import Rooms
 from ragged.layout import Bucket
 from ragged.mesh import Comm
 from ragged.tree import ShardedTree
@@ -22,8 +23,9 @@ class Buckets:
       derived: some gathered tree was computed in the loss.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rooms: Rooms) -> None:
         self.derived = False
+        self._rooms = rooms
         self._by_tensor: dict[int, Full] = {}
         self._by_key: dict[str, Full] = {}
 
@@ -44,7 +46,7 @@ class Buckets:
 
     def _add(self, name: str, tensor: Tensor, bucket: Bucket, comm: Comm, trainable: bool, derived: bool) -> Full:
         key = f"{name}{bucket.name}"
-        full = Full(key, f"{name}{bucket.unit}", tensor, bucket, comm, trainable, derived)
+        full = Full(key, f"{name}{bucket.unit}", tensor, bucket, comm, self._rooms, trainable, derived)
         self._by_tensor[id(tensor)] = self._by_key[key] = full
         return full
 
@@ -71,6 +73,11 @@ class Buckets:
     def casts(self) -> dict[str, Cast]:
         """The dtypes in which buckets were used."""
         return {full.key: full.cast for full in self if full.cast is not None}
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of their full buffers."""
+        return {full.key: full.nbytes for full in self if full.cast is not None}
 
     def clear(self) -> None:
         """Forget them."""

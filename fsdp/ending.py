@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,10 +43,14 @@ class Averaging:
     guessed: bool = True
     sum_axes: tuple[str, ...] = ()
     op: str = "mean"
+    _known: dict[Any, Reduction] = field(default_factory=dict, compare=False, repr=False)
 
     def how(self, bucket: Bucket) -> Reduction:
         """How the gradients of a bucket are reduced."""
-        return reduction(bucket, self.comm.axes, self.data_axes, self.sum_axes, self.op)
+        key = bucket.ragged, bucket.even
+        if key not in self._known:
+            self._known[key] = reduction(bucket, self.comm.axes, self.data_axes, self.sum_axes, self.op)
+        return self._known[key]
 
     @property
     def model_axes(self) -> tuple[str, ...]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fsdp.precision import Cast
-from ragged.buffer import full_views, gather_into
+from fsdp.rooms import Room, Rooms, room_on
+from ragged.buffer import fill_leaves, full_views, gather_into
 from ragged.collectives import Pending
 from ragged.layout import Bucket
 from ragged.mesh import Comm
@@ -24,7 +25,7 @@ class Kept(NamedTuple):
     local: Tensor
     version: int
     cast: Cast
-    buffer: Tensor
+    room: Room
 
 
 class Full:
@@ -32,8 +33,7 @@ class Full:
 
     The storage is filled by the collective, emptied with `resize_(0)` after forward and refilled
     in place before backward: what autograd saved are tensors on the same storage, so nothing
-    is recomputed or saved twice. Those tensors are not views in autograd's sense, so a refill
-    does not count as an in-place change of them.
+    is recomputed or saved twice.
 
     A shard of another dtype (mixed precision) or on another device (offload) is copied into its own place in the
     buffer, and gathered from there: one cast, no buffer in between.
@@ -50,9 +50,17 @@ class Full:
     """
 
     def __init__(
-        self, key: str, unit: str, shard: Tensor, bucket: Bucket, comm: Comm, trainable: bool, derived: bool = False
+        self,
+        key: str,
+        unit: str,
+        shard: Tensor,
+        bucket: Bucket,
+        comm: Comm,
+        rooms: Rooms,
+        trainable: bool,
+        derived: bool = False,
     ) -> None:
-        self.key, self.unit, self.shard, self.bucket, self.comm = key, unit, shard, bucket, comm
+        self.key, self.unit, self.shard, self.bucket, self.comm, self.rooms = key, unit, shard, bucket, comm, rooms
         self.trainable, self.derived = trainable, derived
         self.cast: Cast | None = None
         self.uses, self.called = 0, False
@@ -61,9 +69,8 @@ class Full:
         self.lasting = self.reduced = self.filled = self.alone = False
         self.pending: Pending | None = None
         self.local = shard.detach()
-        self.buffer = self.local
-        self._outputs: dict[str, Tensor] | None = None
-        self._raw: dict[str, Tensor] = {}
+        self.room: Room | None = None
+        self._outputs: tuple[Tensor, ...] | None = None
 
     def prepare(self, cast: Cast, kept: Kept | None = None) -> None:
         """Have a buffer for parameters in this dtype, filled if they were kept.
@@ -78,20 +85,25 @@ class Full:
                 f"unit {self.unit!r} is gathered in {self.gathers} and again in {cast.gather} (reduced in "
                 f"{cast.reduce}) in one step; give the gathered functions that use it one precision"
             )
-        self.wait()  # it was started ahead, for another dtype
-        self.cast, self.filled = cast, False
+        if self.room is not None:  # it was started ahead, for another dtype
+            self.wait()
+            self.leave()
+        self.cast = cast
         # A single rank holds everything already: its shard is the global buffer.
         self.alone = self.bucket.ranks == 1 and self._fits(cast)
         if self.alone:
-            self.buffer, self.filled = self.local, True
+            self.room, self.filled = room_on(self.local, self.bucket), True
         elif self.keeps(kept):
             assert kept is not None
-            self.buffer, self.filled = kept.buffer, True
+            self.room, self.filled = kept.room, True
         else:
-            self.buffer = torch.empty(self.bucket.length, dtype=cast.gather, device=self.comm.device)
-        self._raw = {leaf.path: self._alias(leaf.offset, leaf.local_shape) for leaf in self.bucket.leaves}
-        if not self.filled:
-            self.empty()
+            self.room, self.filled = self.rooms.take(self.bucket, cast.gather, self.comm.device), False
+
+    @property
+    def buffer(self) -> Tensor:
+        """The full parameters, 1-D."""
+        assert self.room is not None
+        return self.room.buffer
 
     @property
     def gathers(self) -> torch.dtype:
@@ -127,17 +139,8 @@ class Full:
         """Hand the filled buffer on."""
         assert self.filled
         assert self.cast is not None
-        return Kept(self.local, self.local._version, self.cast, self.buffer)
-
-    def _alias(self, offset: int, shape: tuple[int, ...]) -> Tensor:
-        """A tensor on the buffer's storage with a version counter of its own."""
-        out = self.buffer.new_empty(0)
-        strides, step = [], 1
-        for n in reversed(shape):
-            strides.append(step)
-            step *= max(n, 1)
-        with torch.no_grad():
-            return out.set_(self.buffer.untyped_storage(), self.buffer.storage_offset() + offset, shape, strides[::-1])
+        assert self.room is not None
+        return Kept(self.local, self.local._version, self.cast, self.room)
 
     def fill(self) -> None:
         """Start the gather."""
@@ -169,22 +172,30 @@ class Full:
 
     def empty(self) -> None:
         """Free the memory; the tensors on it stay, without contents."""
-        if self.cast is not None and not self.alone:
-            self.buffer.untyped_storage().resize_(0)
+        if self.room is not None and not self.alone:
+            self.room.buffer.untyped_storage().resize_(0)
             self.filled = False
 
-    def owns(self, x: Tensor) -> bool:
-        """Whether a tensor lies on the full storage."""
-        mine = self.buffer.untyped_storage().data_ptr()
-        return mine != 0 and any(y.untyped_storage().data_ptr() == mine for y in _inner(x))
+    def leave(self) -> None:
+        """Give the memory's place back; the step has ended, or it takes another one."""
+        if self.room is not None and not self.alone:
+            self.empty()
+            self.rooms.give(self.bucket, self.room)
+        self.room = None
 
-    def views(self, reduce: Callable[[Full, tuple[Tensor | None, ...]], Tensor | None]) -> dict[str, Tensor]:
-        """Full leaves by path; under grad mode the outputs of the step's one Gather node."""
+    @property
+    def address(self) -> int:
+        """Of the full storage; 0 while it is empty."""
+        return 0 if self.room is None else self.room.buffer.untyped_storage().data_ptr()
+
+    def leaves(self, reduce: Callable[[Full, tuple[Tensor | None, ...]], Tensor | None]) -> tuple[Tensor, ...]:
+        """Full leaves in the bucket's order; under grad mode the outputs of the step's one Gather node."""
+        assert self.room is not None
         if not (torch.is_grad_enabled() and self.shard.requires_grad):
-            return self._raw
+            return self.room.leaves
         if self._outputs is None:
-            outputs = _Gather.apply(self, reduce, self.shard)  # type: ignore[no-untyped-call]
-            self._outputs = dict(zip(self._raw, outputs, strict=True))
+            self._outputs = _Gather.apply(self, reduce, self.shard)  # type: ignore[no-untyped-call]
+        assert self._outputs is not None
         return self._outputs
 
     def contributions(
@@ -203,12 +214,10 @@ class Full:
             for view, grad in zip(full_views(onto, self.bucket).values(), grads or (), strict=grads is not None):
                 if grad is not None:
                     view.add_(grad)
-            self._leave(onto)
+            self._done(onto)
             return onto
         if self.alone or self.lasting or apart or self.reduces != self.gathers:
             buffer = torch.empty(self.bucket.length, dtype=self.reduces, device=self.comm.device)
-            for start, stop in self.bucket.gaps if grads is not None else ():
-                buffer[start:stop] = 0
         else:
             assert self.filled or grads is None
             if grads is None:
@@ -216,15 +225,11 @@ class Full:
             buffer = self.buffer
         if grads is None:
             return buffer.zero_()
-        for view, grad in zip(full_views(buffer, self.bucket).values(), grads, strict=True):
-            if grad is None:
-                view.zero_()
-            else:
-                view.copy_(grad)
-        self._leave(buffer)
+        fill_leaves(buffer, self.bucket, grads)
+        self._done(buffer)
         return buffer
 
-    def _leave(self, contributions: Tensor) -> None:
+    def _done(self, contributions: Tensor) -> None:
         """The gradients are complete: the parameters aren't needed, unless they stay."""
         if contributions is not self.buffer and not self.lasting:
             self.empty()
@@ -232,17 +237,6 @@ class Full:
     def clear(self) -> None:
         """Let go of the autograd graph, which holds this object in turn."""
         self._outputs = None
-        self._raw = {}
-
-
-def _inner(x: Any) -> Iterator[Tensor]:
-    """The tensors that hold a tensor's values: for DTensors and the like those inside, else itself."""
-    if hasattr(x, "__tensor_flatten__"):
-        for part in (getattr(x, name) for name in x.__tensor_flatten__()[0]):
-            if isinstance(part, Tensor):
-                yield from _inner(part)
-    else:
-        yield x
 
 
 class _Gather(torch.autograd.Function):
@@ -253,7 +247,8 @@ class _Gather(torch.autograd.Function):
         # Weak: what the node holds strongly no collector would find, as it leads through C++ back to the node.
         ctx.full, ctx.reduce = weakref.ref(full), weakref.WeakMethod(reduce)
         ctx.set_materialize_grads(False)
-        return tuple(x.detach() for x in full._raw.values())
+        assert full.room is not None
+        return tuple(x.detach() for x in full.room.leaves)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, Tensor | None]:

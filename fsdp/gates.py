@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fsdp.gathering import gathered
+from fsdp.gathering import call_gathered, rematerialized
 from fsdp.outputs import nodes_of, tensors_in
+from fsdp.step import Policy
 from ragged import ShardedTree
 from ragged.selection import Selection
 
@@ -41,11 +42,13 @@ class Point(NamedTuple):
     Attributes:
       parts: (index of the tree, prefix of its paths, what of it).
       slots: where its full parameters go; their paths begin with the prefix.
+      policy: what the options amount to.
     """
 
     parts: tuple[tuple[int, str, Selection], ...]
     slots: tuple[Slot, ...]
     options: Options
+    policy: Policy
 
 
 class Run(NamedTuple):
@@ -98,8 +101,9 @@ class Gate:
             again(out, run, point.slots, values)
             return out
 
-        reshard, remat, precision = point.options
-        return gathered(body, reshard_after_forward=reshard, remat=remat, precision=precision)(trees, args, kwargs)
+        return call_gathered(
+            rematerialized(body) if point.options.remat else body, trees, (args, kwargs), {}, point.policy
+        )
 
     @contextlib.contextmanager
     def _passed(self) -> Iterator[None]:

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from fsdp.dtensors import of_dtensors
 from fsdp.precision import MixedPrecision, as_precision, cast_floats
 from fsdp.step import Policy, Step
-from ragged.tree import sharded_trees
+from ragged.tree import ShardedTree, sharded_trees
 
-__all__ = ["gathered"]
+__all__ = ["call_gathered", "gathered", "policy_of", "rematerialized"]
 
 T = TypeVar("T")
 Args = ParamSpec("Args")
@@ -99,7 +99,7 @@ def gathered(
 
     Source: arXiv 2602.22437, section 3; FSDP2's schedule of gathers.
     """
-    policy = Policy(_budget(reshard_after_forward), None if precision is None else as_precision(precision))
+    policy = policy_of(reshard_after_forward, precision)
     if fn is None:
         return functools.partial(
             gathered,
@@ -108,35 +108,51 @@ def gathered(
             precision=policy.precision,
             as_dtensor=as_dtensor,
         )
-    inner = functools.partial(checkpoint, fn, use_reentrant=False) if remat else fn
-
-    def of(first: Any) -> Callable[..., Any]:
-        return of_dtensors(inner, first) if as_dtensor else inner
+    inner = rematerialized(fn) if remat else fn
 
     @functools.wraps(fn)
     def call(first: Any, *args: Any, **kwargs: Any) -> Any:
-        trees = sharded_trees(first)
-        if not trees:
-            return _plain(inner, first, args, kwargs, policy.precision)
-        scopes = [tree.scope for tree in trees if tree.scope is not None]
-        if scopes:
-            if any(tree.scope is not scopes[0] for tree in trees):
-                raise ValueError(
-                    "a gathered function got a sharded tree that did not come in through the arguments of "
-                    "value_and_grad beside one that did; pass it as an argument too"
-                )
-            return scopes[0].call(of(first), first, args, kwargs, policy)
-        _refuse_grad((first, args, kwargs))
-        step = Step(trees[0].plan.bound())
-        try:
-            out = step.call(of(first), first, args, kwargs, policy)
-        finally:
-            step.settle()
-            step.close()
-        _refuse_grad(out)
-        return out
+        return call_gathered(of_dtensors(inner, first) if as_dtensor else inner, first, args, kwargs, policy)
 
     return call
+
+
+def policy_of(reshard_after_forward: bool | int, precision: Any) -> Policy:
+    """What `gathered` makes of its options.
+
+    Raises:
+      ValueError: as `gathered`.
+    """
+    return Policy(_budget(reshard_after_forward), None if precision is None else as_precision(precision))
+
+
+def rematerialized(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, whose activations are computed again in backward."""
+    return functools.partial(checkpoint, fn, use_reentrant=False)
+
+
+def call_gathered(fn: Callable[..., Any], first: Any, args: Any, kwargs: Any, policy: Policy) -> Any:
+    """One call of a gathered function."""
+    trees = [first] if isinstance(first, ShardedTree) else sharded_trees(first)
+    if not trees:
+        return _plain(fn, first, args, kwargs, policy.precision)
+    scopes = [tree.scope for tree in trees if tree.scope is not None]
+    if scopes:
+        if any(tree.scope is not scopes[0] for tree in trees):
+            raise ValueError(
+                "a gathered function got a sharded tree that did not come in through the arguments of "
+                "value_and_grad beside one that did; pass it as an argument too"
+            )
+        return scopes[0].call(fn, first, trees, args, kwargs, policy)
+    _refuse_grad((first, args, kwargs))
+    step = Step(trees[0].plan.bound())
+    try:
+        out = step.call(fn, first, trees, args, kwargs, policy)
+    finally:
+        step.settle()
+        step.close()
+    _refuse_grad(out)
+    return out
 
 
 def _plain(fn: Any, first: Any, args: Any, kwargs: Any, precision: MixedPrecision | None) -> Any:

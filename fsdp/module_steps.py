@@ -54,6 +54,11 @@ class ModuleStep(Step):
         self._pass = -1  # the graph task that is on
         self._forward_events = 0
 
+    def __del__(self) -> None:
+        """Nobody can come back to the step: what it held of memory is free for others, unless something failed."""
+        if self.ended and not self.closed:
+            self.close()
+
     def enter_pass(self) -> None:
         """Backward is here; the first time in a pass, find out whether it goes on to the parameters.
 
@@ -122,7 +127,7 @@ class ModuleStep(Step):
         self.backward = False
         self._say(None)
         if recorder.learning and not self.ended:
-            self.learnt(Schedule.learn(tuple(self.calls), recorder.seen, self._forward_events, self.buckets.casts))
+            self.learnt(self.course(self._forward_events))
         self.ended = True
         grads, self.reducer.grads = self.reducer.grads, {}
         return grads

@@ -33,7 +33,17 @@ def tensors_in(x: Any) -> list[Tensor]:
       >>> [t.item() for t in tensors_in({"a": torch.tensor(1), "b": SimpleNamespace(c=[torch.tensor(2)], d="text")})]
       [1, 2]
     """
-    return list(_walk(x, set()))
+    return [x] if type(x) is Tensor else list(_walk(x, set()))
+
+
+def _inner(x: Any) -> Iterator[Tensor]:
+    """The tensors that hold a tensor's values: for DTensors and the like those inside, else itself."""
+    if type(x) is not Tensor and hasattr(x, "__tensor_flatten__"):
+        for part in (getattr(x, name) for name in x.__tensor_flatten__()[0]):
+            if isinstance(part, Tensor):
+                yield from _inner(part)
+    else:
+        yield x
 
 
 def _walk(x: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -78,8 +88,11 @@ def nodes_of(outputs: Iterable[Tensor]) -> set[Any]:
     """The autograd nodes through which backward enters what computed some tensors."""
     found: set[Any] = set()
     for x in outputs:
+        if (node := x.grad_fn) is not None:
+            found.add(node)
         # An in-place change of a view gives it a new history from its base on, past its own node.
-        found |= {x.grad_fn, x._base.grad_fn if x._base is not None else None} - {None}
+        if (base := x._base) is not None and (node := base.grad_fn) is not None:
+            found.add(node)
     return found
 
 
@@ -95,8 +108,11 @@ def check_outputs(out: Any, fulls: Sequence[Full]) -> list[Tensor]:
         if torch.is_grad_enabled():
             raise
         found = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor)]
+    if not found:
+        return found
+    addresses = {full.address for full in fulls} - {0}
     for x in found:
-        if any(full.owns(x) for full in fulls):
+        if any(y.untyped_storage().data_ptr() in addresses for y in _inner(x)):
             raise ValueError(
                 f"a gathered function returned a tensor of shape {tuple(x.shape)} that is a view of its "
                 "parameters, whose memory is freed now; return a computed value or a clone"

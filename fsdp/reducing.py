@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdp.full import Full, Kept
-from fsdp.schedule import Event, Recorder
+from fsdp.schedule import AHEAD, Event, Recorder
 from ragged.collectives import Pending, all_reduce
 from ragged.layout import Bucket
 from ragged.mesh import Comm
@@ -84,7 +85,8 @@ class Reducer:
         self._order: list[tuple[int, Full]] = []  # those that are still to be reduced
         self._known: set[str] = set()
         self._ready: dict[str, Tensor] = {}
-        self._flying: list[tuple[Full, Pending]] = []  # reduces of one unit
+        self._flying: deque[tuple[Full, Pending]] = deque()  # reduces of one unit, or of several small ones
+        self._afloat = 0  # bytes of the buffers that they are sent from
 
     def used(self, full: Full, tick: int) -> None:
         """A call uses a bucket; its first one counts."""
@@ -153,7 +155,7 @@ class Reducer:
             full.empty()
 
     def _reduce_ready(self) -> None:
-        """Launch what is complete, as long as it is next in order; the buckets of one unit stay in flight."""
+        """Launch what is complete, as long as it is next in order; one unit stays in flight, or several small ones."""
         assert self.how is not None
         while self._order and self._order[-1][1].key in self._ready:
             full = self._order[-1][1]
@@ -165,20 +167,26 @@ class Reducer:
             self._announce(full)
             how = self.how(full.bucket)
             self._flying.append((full, reduce_buffer(buffer, full.bucket, full.comm, how, full.local.dtype)))
+            self._afloat += full.nbytes
 
     def _announce(self, full: Full) -> None:
-        if self._flying and self._flying[0][0].unit != full.unit:
-            self.land()
+        while self._flying and self._flying[0][0].unit != full.unit and self._afloat + full.nbytes > AHEAD:
+            self._land_first()
         if self.recorder is not None:
             self.recorder.issue(Event("reduce", full.key, full.bucket, full.reduces))
 
     def land(self) -> None:
-        """Wait for the reductions of the unit in flight."""
-        for full, pending in self._flying:
-            self.grads[full.key] = pending.wait().to(full.local.device)
-            if not full.lasting:
-                full.empty()
-        self._flying = []
+        """Wait for the reductions in flight."""
+        while self._flying:
+            self._land_first()
+
+    def _land_first(self) -> None:
+        full, pending = self._flying[0]
+        self.grads[full.key] = pending.wait().to(full.local.device)
+        self._flying.popleft()
+        self._afloat -= full.nbytes
+        if not full.lasting:
+            full.empty()
 
     def direct(self, tensor: Tensor, bucket: Bucket, grad: Tensor | None, derived: bool) -> Tensor | None:
         """The gradient that reached a local tensor itself, not through its own gather: mean or sum it.

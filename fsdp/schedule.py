@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,11 @@ from ragged.agree import agree
 from ragged.layout import Bucket
 from ragged.mesh import Comm
 
-__all__ = ["Event", "Recorder", "Schedule"]
+__all__ = ["AHEAD", "Event", "Recorder", "Schedule"]
+
+# Bytes of full buffers up to which gathers run ahead of their use, and reductions stay in flight, beyond those of one
+# unit: what small units wait for is not bandwidth but the time that a message takes to arrive.
+AHEAD = 2 << 20
 
 
 class Event(NamedTuple):
@@ -28,10 +33,10 @@ class Event(NamedTuple):
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.kind} of {self.key} ({self.bucket.length} elements, {dtype})"
 
-    @property
-    def signature(self) -> object:
-        """What must be equal for messages to match."""
-        return self.kind, self.key, self.dtype, self.bucket.bounds
+    def matches(self, other: Event) -> bool:
+        """Whether messages of the two match."""
+        same = self.kind == other.kind and self.key == other.key and self.dtype == other.dtype
+        return same and (self.bucket is other.bucket or self.bucket.bounds == other.bucket.bounds)
 
 
 @dataclass(frozen=True)
@@ -42,20 +47,26 @@ class Schedule:
       calls: buckets of each gathered call, in forward order.
       events: all collectives in order; None while only the calls are known.
       casts: the dtypes in which buckets are gathered and reduced.
+      sizes: bytes of the full buffers of each call.
     """
 
     calls: tuple[tuple[str, ...], ...]
     events: tuple[Event, ...] | None
     casts: Mapping[str, Cast]
+    sizes: tuple[int, ...]
 
-    @property
+    @cached_property
     def last_call(self) -> dict[str, int]:
         """Index of the last call that uses a bucket."""
         return {key: i for i, call in enumerate(self.calls) for key in call}
 
     @staticmethod
     def learn(
-        calls: Sequence[tuple[str, ...]], events: Sequence[Event], forward: int, casts: Mapping[str, Cast]
+        calls: Sequence[tuple[str, ...]],
+        events: Sequence[Event],
+        forward: int,
+        casts: Mapping[str, Cast],
+        nbytes: Mapping[str, int],
     ) -> Schedule:
         """The schedule after a step that was compared event by event.
 
@@ -64,10 +75,12 @@ class Schedule:
 
         Args:
           forward: how many of the events belong to forward.
+          nbytes: of the full buffers of each bucket.
         """
         gathered = [event.key for event in events[:forward]]
         twice = len(set(gathered)) < len(gathered)
-        return Schedule(tuple(calls), None if twice else tuple(events), casts)
+        sizes = tuple(sum(nbytes[key] for key in call) for call in calls)
+        return Schedule(tuple(calls), None if twice else tuple(events), casts, sizes)
 
 
 class Recorder:
@@ -104,7 +117,7 @@ class Recorder:
                 raise
         else:
             planned = self.expected[len(self.seen)] if len(self.seen) < len(self.expected) else None
-            if planned is None or planned.signature != event.signature:
+            if planned is None or not planned.matches(event):
                 raise ValueError(
                     f"this step wants {event} where earlier steps had {planned or 'no further collective'}; "
                     "units must be used in the same order in every step and on every rank. For another "

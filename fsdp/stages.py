@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fsdp.gates import Gate, Options, Point, Slot, gate_of
+from fsdp.gathering import policy_of
 from ragged import ShardedTree, partition
 from ragged.selection import Selection
 
@@ -78,7 +79,8 @@ def points_of(module: nn.Module, names: Mapping[str, Sequence[str]], parts: Sequ
             if (selection := _select(part.tree, {unit for j, unit in units if j == i})) is not None
         ]
         options = _joined([parts[i].options.get(unit, Options()) for i, unit in units], list(units), inside)
-        point = Point(tuple(selections), tuple(slots.values()), options)
+        policy = policy_of(options.reshard_after_forward, options.precision)
+        point = Point(tuple(selections), tuple(slots.values()), options, policy)
         if gate in points:  # a module under two names
             point = point._replace(slots=(*points[gate].slots, *point.slots))
         points[gate] = point

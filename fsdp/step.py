@@ -11,17 +11,19 @@ import optree
 import torch
 from torch import Tensor
 
+from fsdp.ahead import Ahead
 from fsdp.buckets import Buckets
 from fsdp.full import Full
 from fsdp.outputs import check_outputs, nodes_of
 from fsdp.precision import MixedPrecision
 from fsdp.reducing import Carry, Reducer
+from fsdp.rooms import Rooms
 from fsdp.schedule import Event, Recorder, Schedule
 from ragged.buffer import compare
 from ragged.layout import Bucket
 from ragged.mesh import Comm
 from ragged.reduction import Reduction
-from ragged.tree import ShardedTree, sharded_trees
+from ragged.tree import ShardedTree
 
 __all__ = ["Policy", "Step", "is_sharded"]
 
@@ -68,7 +70,7 @@ class Step:
       precision: of calls that don't say their own.
       buckets: those that calls gather; `reducer`: what becomes of gradients.
       at_close: called once when the step ends.
-      depth: how many calls ahead forward gathers run.
+      depth: how many calls ahead forward gathers run whatever their size (`Ahead`); 0 for none at all.
       hints: trees that the next calls will use, while no schedule is known.
     """
 
@@ -80,6 +82,7 @@ class Step:
         how: Callable[[Bucket], Reduction] | None = None,
         precision: MixedPrecision | None = None,
         carry: Carry | None = None,
+        rooms: Rooms | None = None,
     ) -> None:
         self.comm, self.schedule, self.recorder = comm, schedule, recorder
         self.precision = precision or MixedPrecision()
@@ -93,26 +96,36 @@ class Step:
         self.backward = False
         self.ended = False  # backward has been through all of it
         self.closed = False
-        self.buckets = Buckets()
+        self.buckets = Buckets(rooms or Rooms())
         self._clock = 0  # ticks when a call begins and when it ends
         self._ends: list[_End] = []  # calls in the order in which they ended; backward visits them in reverse
         self._first_end: dict[str, int] = {}  # a bucket's first end
         self._visited = 0  # backward has come down to this many ends
+        alone = comm.everyone.size == 1 and comm.device.type == "cpu"  # nothing is on its way for any time
+        self._ahead = Ahead(() if schedule is None or alone else schedule.sizes)
+        self._route: list[int] = []  # the ends that backward needs, in the order in which it comes to them
+        self._turns: dict[int, int] = {}  # the place of an end in it
         self._warm: dict[str, Full] = {}  # filled in forward, those used last come last
 
     # Forward
 
     def call(
-        self, fn: Callable[..., Any], first: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy
+        self,
+        fn: Callable[..., Any],
+        first: Any,
+        trees: Sequence[ShardedTree],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        policy: Policy,
     ) -> Any:
-        """Run `fn` on the full parameters of the trees in `first`."""
+        """Run `fn` on the full parameters of `first`, in which `trees` are the sharded ones."""
         if self.closed:
             raise ValueError(
                 "a sharded tree was kept from inside a differentiated function and used after it; "
                 "use the tree that was passed to value_and_grad"
             )
         precision = policy.precision or self.precision
-        fulls = list({f.key: f for tree in sharded_trees(first) for f in self.buckets.of(tree)}.values())
+        fulls = list(dict.fromkeys(full for tree in trees for full in self.buckets.of(tree)))
         self._enter(fulls, precision)
         for full in fulls:
             full.uses += 1
@@ -178,6 +191,8 @@ class Step:
 
     def _start(self, fulls: Sequence[Full]) -> None:
         new = [full for full in dict.fromkeys(fulls) if not full.filled and full.pending is None]
+        if not new:
+            return
         for full in new:
             if full.reduced:
                 raise ValueError(f"unit {full.key!r} is used again in backward after its gradient was complete")
@@ -193,9 +208,13 @@ class Step:
     def _next(self, index: int, precision: MixedPrecision) -> list[Full]:
         """The buckets of the calls that follow, ready to be filled in the dtypes in which those will want them."""
         if self.schedule is not None:
-            calls = self.schedule.calls[index + 1 : index + 1 + self.depth]
-            # a derived tree doesn't exist yet
-            ahead = [self.buckets[key] for call in calls for key in call if key in self.buckets]
+            calls = self.schedule.calls
+
+            def ready(turn: int) -> bool:  # a derived tree doesn't exist yet
+                return all(key in self.buckets for key in calls[turn])
+
+            due = self._ahead.due(index, self.depth, ready)
+            ahead = [self.buckets[key] for turn in due for key in calls[turn]]
         else:
             ahead = [full for tree in self.hints[: self.depth] for full in self.buckets.of(tree)]
         for full in ahead:
@@ -208,17 +227,18 @@ class Step:
         def full_tree(tree: Any) -> Any:
             if not isinstance(tree, ShardedTree):
                 return tree
-            views: dict[str, Tensor] = {}
-            for full in self.buckets.of(tree):
-                views |= full.views(self._collect)
-            return optree.tree_unflatten(tree.selection.structure, [views[p] for p in tree.paths])
+            leaves = [x for full in self.buckets.of(tree) for x in full.leaves(self._collect)]
+            return optree.tree_unflatten(tree.selection.structure, [leaves[i] for i in tree.selection.order])
 
-        return optree.tree_map(full_tree, first, is_leaf=is_sharded)
+        return full_tree(first) if is_sharded(first) else optree.tree_map(full_tree, first, is_leaf=is_sharded)
 
     # Backward
 
     def start_backward(self) -> None:
         self.backward, self._visited = True, len(self._ends)
+        self._route = [end for end in reversed(range(len(self._ends))) if self._ends[end].needed]
+        self._turns = {end: turn for turn, end in enumerate(self._route)}
+        self._ahead = Ahead([sum(full.nbytes for full in self._fulls_of(end)) for end in self._route])
         self.reducer.start()
 
     def _before_backward(self, end: int, _: Any) -> None:
@@ -245,11 +265,11 @@ class Step:
                 self._leave_call(self._visited, trainable=False)
             self._visited -= 1
             self.reducer.above(self._ends[self._visited].tick)
-            if self._ends[self._visited].needed:
+            turn = self._turns.get(self._visited)
+            if turn is not None:
                 self._ensure([f for f in self._fulls_of(self._visited) if not f.reduced])
-                before = next((i for i in range(self._visited - 1, -1, -1) if self._ends[i].needed), None)
-                if before is not None:
-                    self._start([full for full in self._fulls_of(before) if not full.reduced])
+                due = self._ahead.due(turn)
+                self._start([f for t in due for f in self._fulls_of(self._route[t]) if not f.reduced])
 
     def _leave_call(self, end: int, trainable: bool) -> None:
         """Backward has left a call: empty what no call before it reads. Trainable buckets wait for their gradients."""
@@ -283,6 +303,15 @@ class Step:
 
     # The end
 
+    def course(self, forward: int) -> Schedule:
+        """What the step did, for the next one.
+
+        Args:
+          forward: how many of its collectives belong to forward.
+        """
+        assert self.recorder is not None
+        return Schedule.learn(self.calls, self.recorder.seen, forward, self.buckets.casts, self.buckets.nbytes)
+
     def settle(self) -> None:
         """Let everything in flight arrive, whatever state the step is in.
 
@@ -308,7 +337,7 @@ class Step:
         sending, kept = self.reducer.sending(), self.carry.kept
         for full in self.buckets:
             if full.pending is None and full not in sending and not full.keeps(kept.get(full.key)):
-                full.empty()
+                full.leave()
             full.clear()
         for done in self.at_close:
             done()

@@ -10,6 +10,7 @@ from ragged.dtensor import from_dtensor, to_dtensor
 from ragged.initialize import init
 from ragged.layout import Bucket, LeafInfo, Unit
 from ragged.mapping import map_leaves, tree_map
+from ragged.memory import Memory
 from ragged.mesh import Comm, make_mesh
 from ragged.picture import typeof, visualize
 from ragged.planning import plan
@@ -30,6 +31,7 @@ __all__ = [
     "Comm",
     "DBuffer",
     "LeafInfo",
+    "Memory",
     "P",
     "Plan",
     "ShardedTree",

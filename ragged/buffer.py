@@ -14,7 +14,7 @@ from ragged.layout import Bucket
 from ragged.mesh import Comm
 from ragged.reduction import reduce_buffer, reduction
 
-__all__ = ["DBuffer", "compare", "full_views", "gather_into"]
+__all__ = ["DBuffer", "compare", "fill_leaves", "full_views", "gather_into"]
 
 
 @dataclass(frozen=True)
@@ -123,4 +123,21 @@ def gather_into(out: Tensor, shard: Tensor, bucket: Bucket, comm: Comm) -> Pendi
 
 def full_views(full: Tensor, bucket: Bucket) -> dict[str, Tensor]:
     """Full leaves as views of a bucket's global buffer."""
-    return {f.path: full[f.offset : f.stop].view(f.local_shape) for f in bucket.leaves}
+    parts = full.split_with_sizes(bucket.sections)
+    return {f.path: parts[i].view(f.local_shape) for f, i in zip(bucket.leaves, bucket.places, strict=True)}
+
+
+def fill_leaves(full: Tensor, bucket: Bucket, values: Sequence[Tensor | None]) -> None:
+    """Write leaves into a bucket's global buffer. Padding becomes zero, and so do leaves that are None."""
+    for start, stop in bucket.gaps:
+        full[start:stop].zero_()
+    flat = [x.view(-1) for x in values if x is not None and x.dtype == full.dtype and x.is_contiguous()]
+    if len(flat) == len(values):
+        for start, stop, first, last in bucket.stretches:  # one kernel for all leaves of a stretch
+            torch.cat(flat[first:last], out=full[start:stop] if stop - start < len(full) else full)
+        return
+    for view, value in zip(full_views(full, bucket).values(), values, strict=True):
+        if value is None:
+            view.zero_()
+        else:
+            view.copy_(value)

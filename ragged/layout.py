@@ -167,6 +167,40 @@ class Bucket:
             out.append((end, self.length))
         return tuple(out)
 
+    @cached_property
+    def sections(self) -> list[int]:
+        """Sizes of the parts of the global buffer: leaves, and padding before or after them."""
+        return self._parted[0]
+
+    @cached_property
+    def places(self) -> list[int]:
+        """The index of each leaf among the sections."""
+        return self._parted[1]
+
+    @cached_property
+    def _parted(self) -> tuple[list[int], list[int]]:
+        sizes: list[int] = []
+        places: list[int] = []
+        end = 0
+        for leaf in self.leaves:
+            if leaf.offset > end:
+                sizes.append(leaf.offset - end)
+            places.append(len(sizes))
+            sizes.append(leaf.size)
+            end = max(end, leaf.stop)
+        return [*sizes, self.length - end], places
+
+    @cached_property
+    def stretches(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Runs of leaves without padding between them: (start, stop) in the global buffer, (first, last + 1) leaf."""
+        out: list[tuple[int, int, int, int]] = []
+        for i, leaf in enumerate(self.leaves):
+            if out and out[-1][1] == leaf.offset:
+                out[-1] = out[-1][0], leaf.stop, out[-1][2], i + 1
+            else:
+                out.append((leaf.offset, leaf.stop, i, i + 1))
+        return tuple(out)
+
     def local_gaps(self, rank: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
         """The gaps inside `[start, stop)` that a rank holds, counted from the piece's first element."""
         lo = max(self.bounds(rank), start)

@@ -139,10 +139,10 @@ class Comm:
 
     def group(self, axes: tuple[str, ...]) -> Group:
         """The ranks that differ from this one on `axes` only, in coordinate order."""
-        axes = tuple(a for a in axes if self.axes.get(a, 1) > 1)
-        _ = self.coordinate  # says so if this process is not in the mesh
         if axes not in self._groups:
-            self._groups[axes] = make_group(self._siblings(axes), self.mesh.device_type)
+            _ = self.coordinate  # says so if this process is not in the mesh
+            real = tuple(a for a in axes if self.axes.get(a, 1) > 1)
+            self._groups[axes] = make_group(self._siblings(real), self.mesh.device_type)
         return self._groups[axes]
 
     def _siblings(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:

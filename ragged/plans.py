@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optree
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,6 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ragged.layout import Bucket, LeafInfo, Unit
 from ragged.mesh import Comm, mesh_axes
 from ragged.planner import PRICE
+
+if TYPE_CHECKING:
+    from ragged.memory import Memory
 
 __all__ = ["Plan"]
 
@@ -158,6 +161,69 @@ class Plan:
         from ragged.report import explain
 
         return explain(self, path)
+
+    def memory(
+        self,
+        optimizer: Any = None,
+        *,
+        calls: Sequence[str | Sequence[str]] | None = None,
+        footprints: Mapping[Any, Any] | None = None,
+        reshard_after_forward: bool | int = True,
+        precision: Any = None,
+        donate: bool = True,
+        ahead: int = 2 << 20,
+        device_type: str | None = None,
+    ) -> Memory:
+        """The live bytes of one rank during a training step, and when they are the most: nothing is allocated.
+
+        `fsdp`'s step is played through in bytes: full buffers that fill and empty, gathers that run ahead, gradients
+        on their way, activations that backward frees. It is the step after the first two, which learn the order, of a
+        loop that lets go of the gradients before it comes to the next. Not counted: the batch, what a donating
+        optimizer uses inside (Muon's matrices at their roots, a few MiB of 8-bit Adam), what libraries keep.
+
+        Args:
+          optimizer: a transformation, whose `init` then tells the bytes of its state; two fp32 moments if None.
+          calls: names of units, in the order in which the loss calls them; a list of names for a call of several. By
+            default each unit once, in the order in which the tree was written.
+          footprints: bytes of activations and temporaries by unit name or pattern, the first that matches; for a
+            call of several units under the name of its first; a list of one per call for a unit with several.
+            `fsdp.footprint` measures them. Without one a call allocates nothing beside parameters and gradients.
+          reshard_after_forward: of all `gathered` functions: True, False, or bytes.
+          precision: `param_dtype` and `reduce_dtype`, as of `fsdp.MixedPrecision`; None casts nothing.
+          donate: of `make_step`. False adds the updates, new parameters and a new state.
+          ahead: bytes of full buffers up to which gathers run ahead and reductions stay in flight, beyond those of
+            one unit; the default is what `fsdp` does.
+          device_type: where it runs. By default where the plan's mesh is, "cpu" without one.
+
+        Returns:
+          A `ragged.Memory`, in bytes; `print` shows what the peak consists of.
+
+        Raises:
+          ValueError: a unit that the plan lacks, a pattern that no unit matches, a footprint without its bytes, or
+            another number of them than of calls; a negative number of bytes.
+
+        Example:
+          >>> import torch
+          >>> from ragged import P, plan
+          >>> layer = {"w": ((64, 64), torch.float32)}
+          >>> layout = plan({"layers": [layer] * 4}, {"fsdp": 2}, P(ragged="fsdp"), units=["layers.*"])
+          >>> said = layout.memory(ahead=0)
+          >>> said.params, said.grads, said.state, said.peak, said.when
+          (32768, 32768, 65536, 188416, 'sum of layers.2')
+        """
+        from ragged.memory import memory
+
+        return memory(
+            self,
+            optimizer,
+            calls=calls,
+            footprints=footprints,
+            reshard_after_forward=reshard_after_forward,
+            precision=precision,
+            donate=donate,
+            ahead=ahead,
+            device_type=device_type,
+        )
 
     def to_json(self) -> str:
         """The plan as JSON text; `Plan.from_json(text, like=tree)` reads it."""

@@ -71,6 +71,18 @@ class Selection:
         return hashlib.sha256("\n".join(self.paths).encode()).hexdigest()[:16]
 
     @cached_property
+    def whole(self) -> bool:
+        """Whether it has all leaves of the buckets that it touches."""
+        return all(piece.whole for piece in self.pieces)
+
+    @cached_property
+    def order(self) -> list[int]:
+        """The place of each path among all leaves of its buckets, in buffer order."""
+        leaves = [leaf.path for piece in self.pieces for leaf in piece.bucket.leaves]
+        at = {path: i for i, path in enumerate(leaves)}
+        return [at[path] for path in self.paths]
+
+    @cached_property
     def home(self) -> dict[str, int]:
         """Index of the piece that holds a path, in buffer order.
 

@@ -123,6 +123,8 @@ class ShardedTree:
         return tuple(DBuffer(tensor, piece.bucket, comm) for tensor, piece in pairs)
 
     def require_whole_buckets(self, what: str) -> None:
+        if self.selection.whole:
+            return
         for piece in self.selection.pieces:
             if not piece.whole:
                 missing = next(f.path for f in piece.bucket.leaves if f.path not in self.selection.home)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fsdp import fold, gathered, value_and_grad
 from fsdp.reducing import Reducer
+from fsdp.schedule import AHEAD
 from ragged import P, make_mesh, partition, shard, unshard
 from tests.models import block, fallible, make_loss, make_params, tokens
 
@@ -215,10 +216,10 @@ def test_buffers_of_other_layouts_never_mix(run: Any, how: str, word: str) -> No
     assert all(word in text for text in said), said
 
 
-def reduces_in_flight() -> int:
-    """Many trees with units of one name: still one unit at a time."""
+def reduces_in_flight(width: int) -> int:
+    """The most of six trees with units of one name whose gradients were on their way at once."""
     mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
-    trees = [shard({"w": torch.ones(8) * i}, mesh, P(ragged="fsdp")) for i in range(6)]
+    trees = [shard({"w": torch.ones(width) * i}, mesh, P(ragged="fsdp")) for i in range(6)]
     call = gathered(lambda p, x: (p["w"] * x).sum())
     most = 0
 
@@ -227,13 +228,36 @@ def reduces_in_flight() -> int:
         most = max(most, len(self._flying))
         land(self)
 
-    land = Reducer.land
-    with mock.patch.object(Reducer, "land", landed):
+    land = Reducer._land_first
+    with mock.patch.object(Reducer, "_land_first", landed):
         f = value_and_grad(lambda ts, x: sum(call(t, x) for t in ts))
         for _ in range(2):
-            f(trees, torch.ones(8))
+            f(trees, torch.ones(width))
     return most
 
 
 def test_reduces_of_different_trees_do_not_pile_up(run: Any) -> None:
-    assert run(2, reduces_in_flight) == [1, 1]
+    assert run(2, reduces_in_flight, AHEAD // 4) == [1, 1]
+    assert run(2, reduces_in_flight, AHEAD // 16) == [4, 4]
+
+
+def stale(steps: int) -> None:
+    """A value beside the loss that got out of its step, differentiated after further steps took over the memory."""
+    params = make_params()
+    out: list[Tensor] = []
+
+    def loss(p: Any, t: Tensor) -> Tensor:
+        x = torch.ones(2, 16, requires_grad=True)
+        out.append(gathered(block)(p["layers"][0], x).sum())
+        return make_loss()(p, t)  # type: ignore[no-any-return]
+
+    f = value_and_grad(loss)
+    for _ in range(1 + steps):
+        f(params, tokens())
+    with pytest.raises(RuntimeError, match="storage of size 0|modified by an inplace operation"):
+        out[0].backward()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_graph_that_outlives_its_step_finds_no_other_steps_parameters(run: Any, steps: int) -> None:
+    run(2, stale, steps)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp import fold, gathered, value_and_grad
+from fsdp.schedule import AHEAD
 from ragged import P, collectives, combine, make_mesh, partition, shard, tree_map, unshard
 from tests.models import block, make_loss, make_params, make_plan, tokens
 
@@ -254,26 +255,33 @@ def test_ranks_whose_losses_reach_different_units(run: Any, case: str) -> None:
     run(3, unreached_here, case, timeout=30)
 
 
-def prefetching(steps: int) -> list[int]:
-    """How many gathers had been launched when each layer's function ran, forward and recomputed."""
+def prefetching(steps: int, width: int) -> list[int]:
+    """How many gathers had been launched when each layer's function ran, in forward and without gradients."""
     launched: list[int] = []
+    full = {"layers": [{"w": torch.ones(width)} for _ in range(4)]}
+    params = shard(full, make_mesh((-1,), ("fsdp",), device_type="cpu"), P(ragged="fsdp"), units=["layers.*"])
 
     def spy(p: Any, x: Tensor) -> Tensor:
         launched.append(sum(e.kind == "all_gather" for e in events))
-        return block(p, x)
+        return x * p["w"].mean()
 
-    params, f = make_params(), value_and_grad(lambda p, x: fold(gathered(spy), p["layers"], x).sum())
+    f = value_and_grad(lambda p, x: fold(gathered(spy), p["layers"], x).sum())
     for _ in range(steps):
         launched.clear()
         with collectives.record() as events:
-            f(params, torch.ones(2, 16))
+            f(params, torch.ones(2))
     with torch.no_grad(), collectives.record() as events:
         launched.append(-1)
-        fold(gathered(spy), params["layers"], torch.ones(2, 16))
+        fold(gathered(spy), params["layers"], torch.ones(2))
     return launched
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_the_next_layer_is_on_its_way_when_a_layer_runs(run: Any, steps: int) -> None:
-    for launched in run(2, prefetching, steps):
+    for launched in run(2, prefetching, steps, AHEAD // 4):
         assert launched == [2, 3, 4, 4, -1, 2, 3, 4, 4]
+
+
+def test_small_layers_run_further_ahead_once_their_order_is_known(run: Any) -> None:
+    for launched in run(2, prefetching, 3, AHEAD // 8):
+        assert launched == [3, 4, 4, 4, -1, 2, 3, 4, 4]
