@@ -1,9 +1,10 @@
-"""Optimizer steps in one process and thread, ours beside each other, in one interleaved run.
+"""Optimizer steps in one process and thread, ours and their peers, in one interleaved run.
 
     python -m benchmarks.optimizers                       # shapes of a GPT with d=512, L=5: 16M parameters
     python -m benchmarks.optimizers --d 256 --rounds 21
 
-8-bit AdamW with flat blocks and with tiles beside our fused fp32 AdamW, on the donated path. Every round runs all of
+8-bit AdamW with flat blocks and with tiles beside our fused fp32 AdamW, on the donated path, and beside the 8-bit
+AdamW of bitsandbytes and of torchao (which compiles its step), if they are installed. Every round runs all of
 them once in a shuffled order; the table has medians, the median of the ratios within a round, and bytes of state per
 parameter. Below it: the relative error of the update after 20 steps against fp32, by how widely the sizes of
 gradients are spread inside a block (lognormal, sigma).
@@ -12,9 +13,11 @@ gradients are spread inside a block (lognormal, sigma).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +54,27 @@ def prepared(tx: optim.GradientTransformation, tree: Any) -> tuple[Callable[[], 
     return run, sum(x.numel() * x.itemsize for x in optree.tree_leaves(held[1])) / sizes
 
 
+def peers(tree: Any) -> dict[str, tuple[Callable[[], None], float]]:
+    """Those that are installed, on one parameter per leaf."""
+    warnings.simplefilter("ignore")
+    kinds: dict[str, Any] = {}
+    with contextlib.suppress(ImportError):
+        import bitsandbytes  # type: ignore[import-not-found]
+
+        kinds["bitsandbytes"] = bitsandbytes.optim.AdamW8bit
+    with contextlib.suppress(ImportError):
+        import torchao.optim  # type: ignore[import-not-found]
+
+        kinds["torchao, compiled"] = torchao.optim.AdamW8bit
+    out: dict[str, tuple[Callable[[], None], float]] = {}
+    for name, kind in kinds.items():
+        params = [torch.nn.Parameter(x.clone()) for x in optree.tree_leaves(tree)]
+        for p in params:
+            p.grad = torch.randn_like(p)
+        out[name] = kind(params, lr=1e-3).step, float("nan")
+    return out
+
+
 def error(sigma: float, block: int | tuple[int, int], steps: int = 20, seed: int = 0) -> float:
     """Relative error of the update after some steps, against fp32 AdamW."""
     draw, shape = torch.Generator().manual_seed(seed), (64, 256)
@@ -75,6 +99,7 @@ def main() -> None:
         "adamw": prepared(optim.adamw(1e-3), tree),
         "adamw8bit": prepared(optim.adamw8bit(1e-3), tree),
         "adamw8bit tiles": prepared(optim.adamw8bit(1e-3, block=(32, 32)), tree),
+        **peers(tree),
     }
     times: dict[str, list[float]] = {name: [] for name in made}
     shuffler = random.Random(0)

@@ -33,10 +33,13 @@ def ours(config: Config, mark: Mark = _quiet, bf16: bool = False, **options: Any
     """This library: ragged shards, zero-copy gathers, fused AdamW on the donated path."""
     from fsdp import MixedPrecision, value_and_grad
     from optim import adamw, make_step
-    from ragged import P, make_mesh, shard
+    from ragged import P, make_mesh, rules, shard
 
     mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
-    params = shard(full_params(config), mesh, P(ragged="fsdp"), units=["layers.*"])
+    rows = P(ragged="fsdp")
+    by_expert = P(ragged="fsdp", block=(1, 1, None))  # rows of an expert's matrix, not whole experts
+    spec = rules({"**.up": by_expert, "**.down": by_expert, "**": rows}) if config.experts else rows
+    params = shard(full_params(config), mesh, spec, units=["layers.*"])
     model = make_loss(config, **options)
 
     def loss_fn(params: Any, *args: Tensor) -> Tensor:

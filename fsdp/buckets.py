@@ -8,7 +8,6 @@ from torch import Tensor
 
 from fsdp.full import Full
 from fsdp.precision import Cast
-from fsdp.rooms import Rooms
 from ragged.layout import Bucket
 from ragged.mesh import Comm
 from ragged.tree import ShardedTree
@@ -23,9 +22,8 @@ class Buckets:
       derived: some gathered tree was computed in the loss.
     """
 
-    def __init__(self, rooms: Rooms) -> None:
+    def __init__(self) -> None:
         self.derived = False
-        self._rooms = rooms
         self._by_tensor: dict[int, Full] = {}
         self._by_key: dict[str, Full] = {}
 
@@ -46,7 +44,7 @@ class Buckets:
 
     def _add(self, name: str, tensor: Tensor, bucket: Bucket, comm: Comm, trainable: bool, derived: bool) -> Full:
         key = f"{name}{bucket.name}"
-        full = Full(key, f"{name}{bucket.unit}", tensor, bucket, comm, self._rooms, trainable, derived)
+        full = Full(key, f"{name}{bucket.unit}", tensor, bucket, comm, trainable, derived)
         self._by_tensor[id(tensor)] = self._by_key[key] = full
         return full
 

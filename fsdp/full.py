@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdp.precision import Cast
-from fsdp.rooms import Room, Rooms, room_on
+from fsdp.rooms import Room, empty_room, room_on
 from ragged.buffer import fill_leaves, full_views, gather_into
 from ragged.collectives import Pending
 from ragged.layout import Bucket
@@ -56,11 +56,10 @@ class Full:
         shard: Tensor,
         bucket: Bucket,
         comm: Comm,
-        rooms: Rooms,
         trainable: bool,
         derived: bool = False,
     ) -> None:
-        self.key, self.unit, self.shard, self.bucket, self.comm, self.rooms = key, unit, shard, bucket, comm, rooms
+        self.key, self.unit, self.shard, self.bucket, self.comm = key, unit, shard, bucket, comm
         self.trainable, self.derived = trainable, derived
         self.cast: Cast | None = None
         self.uses, self.called = 0, False
@@ -87,7 +86,7 @@ class Full:
             )
         if self.room is not None:  # it was started ahead, for another dtype
             self.wait()
-            self.leave()
+            self.empty()
         self.cast = cast
         # A single rank holds everything already: its shard is the global buffer.
         self.alone = self.bucket.ranks == 1 and self._fits(cast)
@@ -97,7 +96,7 @@ class Full:
             assert kept is not None
             self.room, self.filled = kept.room, True
         else:
-            self.room, self.filled = self.rooms.take(self.bucket, cast.gather, self.comm.device), False
+            self.room, self.filled = empty_room(self.bucket, cast.gather, self.comm.device), False
 
     @property
     def buffer(self) -> Tensor:
@@ -176,13 +175,6 @@ class Full:
             self.room.buffer.untyped_storage().resize_(0)
             self.filled = False
 
-    def leave(self) -> None:
-        """Give the memory's place back; the step has ended, or it takes another one."""
-        if self.room is not None and not self.alone:
-            self.empty()
-            self.rooms.give(self.bucket, self.room)
-        self.room = None
-
     @property
     def address(self) -> int:
         """Of the full storage; 0 while it is empty."""
@@ -216,7 +208,7 @@ class Full:
                     view.add_(grad)
             self._done(onto)
             return onto
-        if self.alone or self.lasting or apart or self.reduces != self.gathers:
+        if self.alone or self.lasting or apart or self.reduces != self.gathers or self._lends(grads):
             buffer = torch.empty(self.bucket.length, dtype=self.reduces, device=self.comm.device)
         else:
             assert self.filled or grads is None
@@ -228,6 +220,11 @@ class Full:
         fill_leaves(buffer, self.bucket, grads)
         self._done(buffer)
         return buffer
+
+    def _lends(self, grads: tuple[Tensor | None, ...] | None) -> bool:
+        """Whether some gradient lies where the parameters do: a backward may return what it saved."""
+        address = self.address
+        return any(g is not None and g.untyped_storage().data_ptr() == address for g in grads or ()) and address != 0
 
     def _done(self, contributions: Tensor) -> None:
         """The gradients are complete: the parameters aren't needed, unless they stay."""
@@ -253,6 +250,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, Tensor | None]:
         full, reduce = ctx.full(), ctx.reduce()
-        assert full is not None
-        assert reduce is not None
+        if full is None or reduce is None:
+            raise ValueError(
+                "backward came to parameters whose step is over: the graph outlived it (create_graph=True?); use what "
+                "is to be differentiated in the loss itself"
+            )
         return None, None, reduce(full, grads)

@@ -13,7 +13,6 @@ from torch import Tensor
 from fsdp.accumulating import Sums
 from fsdp.ending import Averaging, as_axes, end_step
 from fsdp.precision import MixedPrecision, as_precision
-from fsdp.rooms import Rooms
 from fsdp.schedule import Recorder, Schedule
 from fsdp.step import Step, is_sharded
 from fsdp.tracing import collected, default_data_axes, detached, explained, frozen_pieces, leaf, same_start, trace
@@ -111,7 +110,6 @@ class ValueAndGrad:
         self.data_axes, self.sum_axes, self.op, self.precision = data_axes, sum_axes, op, precision
         self._schedules: dict[Any, Schedule] = {}
         self._sums: Sums | None = None
-        self._rooms = Rooms()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         sums = Sums()
@@ -213,7 +211,7 @@ class ValueAndGrad:
         guessed = self.data_axes is None
         data_axes = default_data_axes(_buckets(trees), comm) if self.data_axes is None else self.data_axes
         over = Averaging(comm, data_axes, guessed, self.sum_axes, self.op)
-        step = Step(comm, schedule, recorder, over.how, self.precision, sums.carry, self._rooms)
+        step = Step(comm, schedule, recorder, over.how, self.precision, sums.carry)
         try:
             traced_args, traced_kwargs, leaves = trace(args, kwargs, argnums, step)
             with torch.enable_grad():

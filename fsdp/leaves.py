@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragged.layout import Bucket, LeafInfo
+from ragged.layout import Bucket, LeafInfo, contiguous_strides
 from ragged.mesh import Comm
 from ragged.places import even_slices
 from ragged.unsharding import full_leaf
@@ -82,12 +82,13 @@ class ShardedLeaf(torch.Tensor):
     @staticmethod
     def __new__(cls, local: Tensor, where: Whereabouts, requires_grad: bool = False) -> ShardedLeaf:
         shape = where.info.shape
-        strides, step = [], 1
-        for n in reversed(shape):
-            strides.append(step)
-            step *= max(n, 1)
         out: ShardedLeaf = torch.Tensor._make_wrapper_subclass(
-            cls, shape, strides=strides[::-1], dtype=local.dtype, device=local.device, requires_grad=requires_grad
+            cls,
+            shape,
+            strides=contiguous_strides(shape),
+            dtype=local.dtype,
+            device=local.device,
+            requires_grad=requires_grad,
         )
         out.local, out.home = local, where
         return out

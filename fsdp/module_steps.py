@@ -54,11 +54,6 @@ class ModuleStep(Step):
         self._pass = -1  # the graph task that is on
         self._forward_events = 0
 
-    def __del__(self) -> None:
-        """Nobody can come back to the step: what it held of memory is free for others, unless something failed."""
-        if self.ended and not self.closed:
-            self.close()
-
     def enter_pass(self) -> None:
         """Backward is here; the first time in a pass, find out whether it goes on to the parameters.
 

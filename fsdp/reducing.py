@@ -87,6 +87,7 @@ class Reducer:
         self._ready: dict[str, Tensor] = {}
         self._flying: deque[tuple[Full, Pending]] = deque()  # reduces of one unit, or of several small ones
         self._afloat = 0  # bytes of the buffers that they are sent from
+        self._halves = 0  # of them that go on over replicas once they have landed
 
     def used(self, full: Full, tick: int) -> None:
         """A call uses a bucket; its first one counts."""
@@ -168,9 +169,18 @@ class Reducer:
             how = self.how(full.bucket)
             self._flying.append((full, reduce_buffer(buffer, full.bucket, full.comm, how, full.local.dtype)))
             self._afloat += full.nbytes
+            self._halves += self._goes_on(full)
+
+    def _goes_on(self, full: Full) -> bool:
+        assert self.how is not None
+        return self.comm.group(self.how(full.bucket).across).size > 1
 
     def _announce(self, full: Full) -> None:
-        while self._flying and self._flying[0][0].unit != full.unit and self._afloat + full.nbytes > AHEAD:
+        # The second half of a reduction starts when it lands. A rank that fails takes part in one collective after
+        # the other, and would wait for it while this rank waits for a later gather: so such units fly alone.
+        while self._flying and self._flying[0][0].unit != full.unit:
+            if self._afloat + full.nbytes <= AHEAD and not self._halves:
+                break
             self._land_first()
         if self.recorder is not None:
             self.recorder.issue(Event("reduce", full.key, full.bucket, full.reduces))
@@ -185,6 +195,7 @@ class Reducer:
         self.grads[full.key] = pending.wait().to(full.local.device)
         self._flying.popleft()
         self._afloat -= full.nbytes
+        self._halves -= self._goes_on(full)
         if not full.lasting:
             full.empty()
 

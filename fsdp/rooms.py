@@ -1,4 +1,4 @@
-"""Memory for full parameters, kept from step to step: storages that fill and empty, and the leaves on them."""
+"""Memory for full parameters: a storage that fills and empties, and the leaves on it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ragged.buffer import full_views
-from ragged.layout import Bucket
+from ragged.layout import Bucket, contiguous_strides
 
-__all__ = ["Room", "Rooms", "room_on", "room_with_memory"]
+__all__ = ["Room", "empty_room", "room_on"]
 
 
 class Room(NamedTuple):
@@ -25,46 +25,23 @@ class Room(NamedTuple):
     leaves: tuple[Tensor, ...]
 
 
-def room_with_memory(bucket: Bucket, dtype: torch.dtype, device: torch.device) -> Room:
-    """A room whose storage can be emptied and refilled while autograd holds its leaves.
+def empty_room(bucket: Bucket, dtype: torch.dtype, device: torch.device) -> Room:
+    """A room without memory, which its storage gets and loses while autograd holds the leaves.
 
     They are not views in autograd's sense but have version counters of their own, so a refill does not count as an
-    in-place change of them.
+    in-place change of them. Every step has rooms of its own: a graph that outlives its step finds them empty.
     """
-    buffer = torch.empty(bucket.length, dtype=dtype, device=device)
-    storage, start = buffer.untyped_storage(), buffer.storage_offset()
-    leaves = []
+    nothing = torch.empty(0, dtype=dtype, device=device)
+    storage = nothing.untyped_storage()
     with torch.no_grad():
-        for leaf in bucket.leaves:
-            strides = torch.empty(leaf.local_shape, device="meta").stride()
-            leaves.append(buffer.new_empty(0).set_(storage, start + leaf.offset, leaf.local_shape, strides))
+        buffer, *leaves = (
+            nothing.new_empty(0).set_(storage, start, shape, contiguous_strides(shape))
+            for start, shape in ((0, (bucket.length,)), *((leaf.offset, leaf.local_shape) for leaf in bucket.leaves))
+        )
+    storage.resize_(0)  # `set_` gave it memory
     return Room(buffer, tuple(leaves))
 
 
 def room_on(buffer: Tensor, bucket: Bucket) -> Room:
     """A room on memory that is there already and stays as it is: its leaves are plain views."""
     return Room(buffer, tuple(full_views(buffer, bucket).values()))
-
-
-class Rooms:
-    """Rooms that no step uses at the moment. They are empty: what is kept is not memory but the tensors on it."""
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.dtype], tuple[Bucket, list[Room]]] = {}
-
-    def take(self, bucket: Bucket, dtype: torch.dtype, device: torch.device) -> Room:
-        """An empty room for a bucket, another than all that are in use."""
-        _, free = self._free.get((id(bucket), dtype), (bucket, []))
-        if not free:
-            room = room_with_memory(bucket, dtype, device)
-            room.buffer.untyped_storage().resize_(0)
-            return room
-        room = free.pop()
-        # A graph of an earlier step that somebody still holds has to find out that its parameters are gone.
-        torch.autograd.graph.increment_version(room.leaves)
-        return room
-
-    def give(self, bucket: Bucket, room: Room) -> None:
-        """Nobody uses a room any more."""
-        _, free = self._free.setdefault((id(bucket), room.buffer.dtype), (bucket, []))
-        free.append(room)

@@ -13,7 +13,6 @@ from torch import nn
 from fsdp.gates import Gate, Point, Run, again, entered, in_backward, place
 from fsdp.module_steps import Begin, ModuleStep
 from fsdp.reducing import Carry, Held
-from fsdp.rooms import Rooms
 from fsdp.schedule import Recorder, Schedule
 from fsdp.stages import Part, points_of
 from fsdp.step import Step
@@ -65,7 +64,6 @@ class Root:
         self.points |= points_of(module, names, stages)
         self.slots = [slot for point in self.points.values() if point is not None for slot in point.slots]
         self._schedules: dict[Any, Schedule] = {}
-        self._rooms = Rooms()
         self._steps: list[weakref.ref[ModuleStep]] = []  # that backward may come to
         self._on: list[ModuleStep] = []  # that backward is in
 
@@ -87,7 +85,7 @@ class Root:
         if torch.is_grad_enabled():
             return self._trained(inner, training, args, kwargs, error)
         same("the start of a forward pass", "", dict, self.comm.everyone, error)
-        step = Step(self.comm, rooms=self._rooms)
+        step = Step(self.comm)
         try:
             run = Run(tuple(_scoped(tree, step) for tree in self.trees), self.points)
             return self._through(run, inner, args, kwargs)
@@ -112,9 +110,7 @@ class Root:
                 self._schedules.pop(next(iter(self._schedules)))
             self._schedules[learns, token] = found
 
-        step = ModuleStep(
-            self.over, recorder, learnt, self._enter, self.leave, schedule=schedule, carry=carry, rooms=self._rooms
-        )
+        step = ModuleStep(self.over, recorder, learnt, self._enter, self.leave, schedule=schedule, carry=carry)
         try:
             self._begin(step, wanted)
             run = self._run_of(step)

@@ -17,7 +17,6 @@ from fsdp.full import Full
 from fsdp.outputs import check_outputs, nodes_of
 from fsdp.precision import MixedPrecision
 from fsdp.reducing import Carry, Reducer
-from fsdp.rooms import Rooms
 from fsdp.schedule import Event, Recorder, Schedule
 from ragged.buffer import compare
 from ragged.layout import Bucket
@@ -82,7 +81,6 @@ class Step:
         how: Callable[[Bucket], Reduction] | None = None,
         precision: MixedPrecision | None = None,
         carry: Carry | None = None,
-        rooms: Rooms | None = None,
     ) -> None:
         self.comm, self.schedule, self.recorder = comm, schedule, recorder
         self.precision = precision or MixedPrecision()
@@ -96,7 +94,7 @@ class Step:
         self.backward = False
         self.ended = False  # backward has been through all of it
         self.closed = False
-        self.buckets = Buckets(rooms or Rooms())
+        self.buckets = Buckets()
         self._clock = 0  # ticks when a call begins and when it ends
         self._ends: list[_End] = []  # calls in the order in which they ended; backward visits them in reverse
         self._first_end: dict[str, int] = {}  # a bucket's first end
@@ -274,7 +272,8 @@ class Step:
     def _leave_call(self, end: int, trainable: bool) -> None:
         """Backward has left a call: empty what no call before it reads. Trainable buckets wait for their gradients."""
         for full in self._fulls_of(end):
-            if (trainable or not full.trainable) and not full.lasting and self._first_end[full.key] >= end:
+            over = self._first_end[full.key] >= end and not full.uses
+            if (trainable or not full.trainable) and not full.lasting and over:
                 full.wait()
                 full.empty()
 
@@ -337,7 +336,7 @@ class Step:
         sending, kept = self.reducer.sending(), self.carry.kept
         for full in self.buckets:
             if full.pending is None and full not in sending and not full.keeps(kept.get(full.key)):
-                full.leave()
+                full.empty()
             full.clear()
         for done in self.at_close:
             done()

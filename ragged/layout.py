@@ -8,14 +8,14 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
 
 from ragged.spec import P
 
-__all__ = ["Bounds", "Bucket", "LeafInfo", "Request", "Unit", "axis_size"]
+__all__ = ["Bounds", "Bucket", "LeafInfo", "Request", "Unit", "axis_size", "contiguous_strides"]
 
 
 class Request(NamedTuple):
@@ -238,6 +238,20 @@ class Unit:
             ]
             buckets.append((b.dtype, b.ragged, b.even, b.bounds, b.frozen, tuple(leaves)))
         return re.sub(r"\d+", "*", self.name), tuple(buckets)
+
+
+@cache
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a tensor without gaps, in elements.
+
+    >>> contiguous_strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
 
 
 def axis_size(axes: Mapping[str, int], names: tuple[str, ...]) -> int:

@@ -1,4 +1,4 @@
-"""Fixtures: the worker pool, and no process group left behind. Modules that need workers come last."""
+"""Fixtures: the worker pool, programs started ahead, no process group left behind. Modules that need workers last."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import pytest
 import torch.distributed as dist
 
 from tests.pool import AHEAD, MOST, Pool
+from tests.programs import Ahead
 
 
-def modules_with_workers(items: list[pytest.Item]) -> set[Path]:
-    return {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
+def modules_with(fixture: str, items: list[pytest.Item]) -> dict[Path, Any]:
+    """The modules of tests that use a fixture, by path."""
+    return {item.path: getattr(item, "module", None) for item in items if fixture in getattr(item, "fixturenames", ())}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -21,20 +23,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     What kills workers goes last: the new ones would have to import again what others' tests had them import.
     """
-    modules = modules_with_workers(items)
+    modules = modules_with("pool", items)
     items.sort(key=lambda item: (item.path in modules, item.path.name == "test_pool.py"))
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _workers_start_ahead(request: pytest.FixtureRequest) -> None:
-    if modules_with_workers(request.session.items):
-        request.getfixturevalue("pool")
+def _workers_and_programs_start_ahead(request: pytest.FixtureRequest) -> None:
+    for fixture in ("pool", "ahead"):
+        if modules_with(fixture, request.session.items):
+            request.getfixturevalue(fixture)
 
 
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     items = request.session.items
-    found = Pool(ahead=MOST if {item.path for item in items} - modules_with_workers(items) else AHEAD)
+    found = Pool(ahead=MOST if {item.path for item in items} - modules_with("pool", items).keys() else AHEAD)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def ahead(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead]:
+    """`ahead(fn)`: what a function returned that has run a program in the background, see tests/programs.py."""
+    modules = modules_with("ahead", request.session.items).values()
+    found = Ahead([fn for module in modules for fn in module.AHEAD], tmp_path_factory.mktemp("programs"))
     yield found
     found.close()
 

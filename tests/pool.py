@@ -29,6 +29,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -232,9 +233,25 @@ def _serve(pipe: Connection, port: int, log: str) -> None:
                 pipe.send_bytes(answer)
                 pipe.recv_bytes()
                 with contextlib.suppress(Exception):
-                    dist.destroy_process_group()
+                    _leave()
             except (EOFError, BrokenPipeError, KeyboardInterrupt):
                 return
+
+
+def _leave() -> None:
+    """Leave all process groups, and drop them half a second later, in a thread: by then nobody else holds most of them.
+
+    Gloo sleeps some 10 ms per connection that it closes, in whoever drops a group last; the next request needn't wait.
+    """
+    import torch.distributed as dist
+
+    groups = list(dist.distributed_c10d._world.pg_map)
+    try:
+        dist.destroy_process_group()
+    finally:
+        timer = threading.Timer(0.5, groups.clear)
+        timer.daemon = True
+        timer.start()
 
 
 def _answer(header: Any, request: bytes, client: Any) -> bytes:

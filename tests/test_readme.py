@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.programs import ROOT, Ahead, execute
+
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
 DOCS = [
     text
-    for name in ("optimizers", "modules")
+    for name in ("optimizers", "modules", "performance")
     for text in re.findall(r"^```python\n(.*?)^```$", (ROOT / f"docs/{name}.md").read_text(), re.DOTALL | re.MULTILINE)
 ]
 PROGRAMS = [text for kind, text in BLOCKS if kind == "python"]
@@ -34,27 +32,25 @@ for program in sys.argv[1:]:
 """
 
 
-def run(programs: list[str]) -> list[str]:
-    """What each prints, in a process of its own without a launcher; warnings are errors.
+def run(_: Path) -> list[str]:
+    """What each program prints, in a process of its own without a launcher; warnings are errors.
 
     They are forked from one that has imported the library and done nothing with it: importing takes most of the time.
     """
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "error", "-c", PRELUDE, *programs]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
-    *printed, rest = done.stdout.split("\0")
-    assert len(printed) == len(programs)
+    assert PROGRAMS
+    assert DOCS
+    *printed, rest = execute("-c", PRELUDE, *PROGRAMS, *DOCS).stdout.split("\0")
+    assert len(printed) == len(PROGRAMS + DOCS)
     assert rest == ""
     return printed
 
 
+AHEAD = [run]
+
+
 @pytest.fixture(scope="module")
-def all_printed() -> list[str]:
-    assert PROGRAMS
-    assert DOCS
-    return run(PROGRAMS + DOCS)
+def all_printed(ahead: Ahead) -> list[str]:
+    return ahead(run)
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,6 @@ import os
 import pickle
 import re
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ragged import P, checkpoint, make_mesh, plan, shard
+from tests.programs import Ahead, execute
 
 RANKS = 3
-ROOT = Path(__file__).parents[2]
 
 
 def full(k: int = 0) -> dict[str, Any]:
@@ -54,14 +52,17 @@ def intact(folder: str, k: int) -> None:
 # ---------------------------------------------------------------------------------------------------------- kills
 
 
-def test_kills(tmp_path: Path) -> None:
+def kills(folder: Path) -> str:
+    command = ["-m", "tests.crash", "--kills", "4", "--seed", f"{os.getpid()}", "--dir", f"{folder}"]
+    return execute(*command, timeout=300, quiet=False).stdout
+
+
+AHEAD = [kills]
+
+
+def test_kills(ahead: Ahead) -> None:
     """A few of what `python -m tests.crash` does often."""
-    command = [sys.executable, "-m", "tests.crash", "--kills", "4", "--seed", str(os.getpid()), "--dir", str(tmp_path)]
-    run = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr[-6000:]
-    assert run.stdout.startswith("4 kills of 3 ranks"), run.stdout
+    assert ahead(kills).startswith("4 kills of 3 ranks")
 
 
 # --------------------------------------------------------------------------------------------------------- damage

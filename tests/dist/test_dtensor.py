@@ -90,13 +90,13 @@ def test_round_trips_of_random_layouts(run: Any, shape: tuple[int, int]) -> None
 
 def any_placements(shape: tuple[int, int]) -> None:
     """Uneven chunks, two axes on one dim, uneven on several dims at once, on meshes of other shapes and orders."""
-    meshes = [
-        mesh_of(*shape),
-        init_device_mesh("cpu", (4,)),
-        init_device_mesh("cpu", (2, 2)),
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "fsdp")),
-        init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)),
-    ]
+    meshes = [mesh_of(*shape), init_device_mesh("cpu", (4,))]
+    if shape == MESHES[0]:  # the rest is no other source for another target
+        meshes += [
+            init_device_mesh("cpu", (2, 2)),
+            init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "fsdp")),
+            init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)),
+        ]
     kinds = [Replicate(), Shard(0), Shard(1), Shard(-1)]
     for size in [(7, 5), (3, 2), (8, 4), (2, 9, 3), (1, 6)]:
         cases = [(mesh, places) for mesh in meshes for places in itertools.product(kinds, repeat=mesh.ndim)]

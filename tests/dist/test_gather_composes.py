@@ -1,4 +1,4 @@
-"""Checkpoints, saved-tensor hooks and compiled functions around and inside gathered ones."""
+"""Checkpoints, saved-tensor hooks, compiled functions and gradients around and inside gathered ones."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from fsdp import gathered, value_and_grad
-from ragged import collectives
+from fsdp import fully_shard, gathered, value_and_grad
+from ragged import P, collectives, make_mesh, shard, unshard
 from tests.models import block, make_loss, make_params, tokens
 
 
@@ -112,3 +112,66 @@ def compiled() -> None:
 
 def test_compiled_functions(run: Any) -> None:
     run(2, compiled, timeout=120)
+
+
+class _Swapped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return (a * b).sum()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
+        a, b = ctx.saved_tensors
+        return b, a
+
+
+def gradients_that_are_parameters() -> None:
+    mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
+    params = shard({"a": torch.arange(4.0), "b": torch.arange(4.0) * 10}, mesh, P(ragged="fsdp"), units=["."])
+    loss = gathered(lambda p: _Swapped.apply(p["a"], p["b"]))  # type: ignore[no-untyped-call]
+    grads = unshard(value_and_grad(loss)(params)[1])
+    assert grads["a"].tolist() == [0.0, 10.0, 20.0, 30.0]
+    assert grads["b"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_gradient_may_be_a_parameter(run: Any) -> None:
+    run(2, gradients_that_are_parameters)
+
+
+def gradient_inside_a_call() -> None:
+    """It goes through an ended call of a unit, while another call of it runs."""
+    mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
+    params = shard({"a": torch.eye(8) * 2, "b": torch.eye(8) * 3}, mesh, P(ragged="fsdp"))
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        times = gathered(lambda w, x: x @ w)
+        y = times(p["b"], times(p["a"], x))
+
+        def body(w: Tensor, x: Tensor) -> Tensor:
+            (g,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+            return x @ w + g
+
+        return gathered(body)(p["b"], x).sum()  # type: ignore[no-any-return]
+
+    value, _ = value_and_grad(loss)(params, torch.ones(1, 8, requires_grad=True))
+    assert value == 8 * (3 + 2 * 36)
+
+
+def test_a_gradient_inside_a_call_leaves_its_parameters(run: Any) -> None:
+    run(2, gradient_inside_a_call)
+
+
+def evaluated_first() -> None:
+    torch.manual_seed(0)
+    module = fully_shard(torch.nn.Linear(4, 2))
+    for _ in range(2):
+        with torch.inference_mode():
+            module(torch.ones(1, 4))
+        module(torch.ones(1, 4)).sum().backward()
+        assert module.weight.grad.full_tensor().tolist() == [[1.0] * 4] * 2
+        module.zero_grad()
+
+
+def test_inference_mode_leaves_nothing_to_training(run: Any) -> None:
+    run(2, evaluated_first)

@@ -13,7 +13,7 @@ from torch import Tensor
 from fsdp import fold, gathered, value_and_grad
 from fsdp.reducing import Reducer
 from fsdp.schedule import AHEAD
-from ragged import P, make_mesh, partition, shard, unshard
+from ragged import P, make_mesh, partition, rules, shard, unshard
 from tests.models import block, fallible, make_loss, make_params, tokens
 
 
@@ -261,3 +261,32 @@ def stale(steps: int) -> None:
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_a_graph_that_outlives_its_step_finds_no_other_steps_parameters(run: Any, steps: int) -> None:
     run(2, stale, steps)
+
+
+def fails_before_replicas_are_summed(where: str) -> str:
+    """Rank 0 fails while small units are on their way to their replicas, and a large one is yet to be gathered."""
+    mesh, widths = make_mesh((-1,), ("fsdp",), device_type="cpu"), [1024, 16, 16, 16]
+    tree = {"layers": [{"w": torch.ones(1024, n), "b": torch.ones(1024)} for n in widths]}
+    params = shard(tree, mesh, rules({"**.b": None, "**": P(ragged="fsdp")}), units=["layers.*"])
+    layer = gathered(lambda p, x: (x @ p["w"] @ p["w"].t()) * p["b"] * 1e-3)
+    step = 0
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        fails = step == 3 and dist.get_rank() == 0
+        y = fold(layer, p["layers"], fallible(x, lambda at: fails and at == where))
+        return fallible(y, lambda at: fails and at == where).sum()
+
+    f = value_and_grad(loss)
+    for step in range(3):
+        f(params, torch.ones(2, 1024, requires_grad=True))
+    step = 3
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        f(params, torch.ones(2, 1024, requires_grad=True))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_rank_that_fails_starts_the_sums_over_replicas_that_others_wait_for(run: Any, where: str) -> None:
+    mine, other = run(2, fails_before_replicas_are_summed, where, timeout=30)
+    assert mine == f"no luck in {where}"
+    assert mine in other

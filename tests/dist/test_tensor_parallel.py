@@ -90,7 +90,8 @@ def equals_one_process(shape: tuple[int, int]) -> None:
     def recomputed(p: Any, x: Tensor) -> Tensor:
         return checkpoint(block, p, x, use_reentrant=False)  # type: ignore[no-any-return]
 
-    for loss in (make_loss(), make_loss(keep=True), make_loss(recomputed)):
+    kept, again = make_loss(keep=True), make_loss(recomputed)  # neither asks for the shape of the mesh
+    for loss in (make_loss(), kept, again) if shape == MESHES[0] else (make_loss(),):
         f = value_and_grad(loss)
         for _ in range(2):
             value, grads = f(params, batch(mesh))

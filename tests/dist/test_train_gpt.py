@@ -5,11 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +20,7 @@ from fsdp import value_and_grad
 from optim import adamw, make_step
 from ragged import TENSOR, ShardedTree, init, make_mesh, plan, unshard
 from tests.pool import Pool
+from tests.programs import Ahead, execute
 
 SCRIPT = Path(gpt.__file__)
 SIZES: dict[str, Any] = {"d": 32, "layers": 3, "heads": 2}
@@ -109,18 +106,17 @@ def reference(pool: Pool) -> dict[torch.dtype, Run]:
     return runs
 
 
-@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+RANKS: list[tuple[int, dict[str, Any]]] = [(n, {}) for n in (1, 2, 3, 4)]
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [  # in fp32 with replicas: test_hsdp.py
+    (3, {"block": TENSOR}),
+    (4, {"block": (8, 8), "shape": (2, 2), "axes": ("replica", "fsdp")}),
+    (2, {"axes": ("replica",)}),
+]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "options"),
-    [
-        (1, {}),
-        (2, {}),
-        (3, {}),
-        (4, {}),
-        (3, {"block": TENSOR}),
-        (4, {"block": (8, 8), "shape": (2, 2), "axes": ("replica", "fsdp")}),
-        (2, {"axes": ("replica",)}),
-    ],
+    ("dtype", "ranks", "options"),
+    [(torch.float32, *case) for case in RANKS] + [(torch.float64, *case) for case in RANKS + LAYOUTS],
     ids=str,
 )
 def test_training_is_the_same_on_any_mesh(
@@ -219,29 +215,21 @@ def main(given: list[str]) -> str:
     return out.getvalue()
 
 
-def execute(
-    out: Path, launcher: list[str], *flags: str, quiet: bool = True
-) -> tuple[str, list[dict[str, float]]]:
-    command = [*launcher, str(SCRIPT), *arguments(out, *flags)]
-    env = os.environ | {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
-    env["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parents[1]), env.get("PYTHONPATH", "")])
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert not quiet or done.stderr == ""
-    return done.stdout, rows_of(out)
+def launcher(processes: int) -> list[str]:
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", f"{processes}"]
 
 
-def torchrun(processes: int) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+def launched(out: Path) -> tuple[str, list[dict[str, float]]]:
+    return execute(*launcher(2), str(SCRIPT), *arguments(out)).stdout, rows_of(out)
 
 
-def test_program(run: Callable[..., list[str]], tmp_path: Path) -> None:
+AHEAD = [launched]
+
+
+def test_program(run: Callable[..., list[str]], ahead: Ahead, tmp_path: Path) -> None:
     """One process and two of the launcher print and write the same training. By plain python: test_train_moe.py."""
-    with ThreadPoolExecutor() as threads:
-        launched = threads.submit(execute, tmp_path / "two", torchrun(2))
-        (text,) = run(1, main, arguments(tmp_path / "one"))
-        said, two = launched.result()
-    one = rows_of(tmp_path / "one")
+    (text,) = run(1, main, arguments(tmp_path))
+    one, (said, two) = rows_of(tmp_path), ahead(launched)
     assert generated(text) == generated(said) != ""
     for rows in (one, two):
         assert [row["step"] for row in rows] == [1, 10, 20, 30]

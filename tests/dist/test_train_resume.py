@@ -11,25 +11,33 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.test_train_gpt import arguments, execute, main, rows_of, torchrun
+from tests.dist.test_train_gpt import SCRIPT, arguments, launcher, main, rows_of
+from tests.programs import Ahead, execute
 
 FLAGS = ["--optimizer", "muon+adamw8bit", "--save-every", "10", "--steps", "60"]
 
 
-def test_resume_after_a_worker_died(run: Callable[..., list[str]], tmp_path: Path) -> None:
-    """One of two workers is killed; the launcher starts both again, and they end as if nothing had happened."""
-    straight, out = tmp_path / "straight", tmp_path / "killed"
-    saved = tmp_path / "saved"
-    flags = [*FLAGS, "--resume", str(saved)]
-    with ThreadPoolExecutor() as threads:
-        # torch's launcher lets restarted workers find the addresses of dead ones, unless told so (pytorch#135712)
-        launcher = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *torchrun(2), "--max-restarts", "1"]
-        killed = threads.submit(execute, out, launcher, *flags, quiet=False)
+def killed(folder: Path) -> tuple[Path, str]:
+    """Two workers, one of which is killed after 20 steps; the launcher starts both again."""
+    out, saved = folder / "out", folder / "saved"
+    with ThreadPoolExecutor(1) as threads:
         killer = threads.submit(kill_one, saved, 20)
-        run(2, main, arguments(straight, *FLAGS))
+        command = [*launcher(2), "--max-restarts", "1", str(SCRIPT), *arguments(out, *FLAGS, "--resume", str(saved))]
+        # torch's launcher lets restarted workers find the addresses of dead ones, unless told so (pytorch#135712)
+        text = execute(*command, quiet=False, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1").stdout
         killer.result()
-        text, rows = killed.result()
-    want = rows_of(straight)
+    return folder, text
+
+
+AHEAD = [killed]
+
+
+def test_resume_after_a_worker_died(run: Callable[..., list[str]], ahead: Ahead, tmp_path: Path) -> None:
+    """They end as if nothing had happened."""
+    run(2, main, arguments(tmp_path, *FLAGS))
+    want, (folder, text) = rows_of(tmp_path), ahead(killed)
+    out, saved = folder / "out", folder / "saved"
+    flags, rows = [*FLAGS, "--resume", str(saved)], rows_of(out)
     assert "resumed after step" in text
     assert [row["step"] for row in rows] == [row["step"] for row in want]
     assert rows[-1]["val_loss"] == want[-1]["val_loss"]  # bitwise: on as many ranks as before

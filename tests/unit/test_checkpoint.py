@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +18,7 @@ from ragged import P, checkpoint, make_mesh, plan, rules, shard
 from ragged.checkpoint.names import named
 from ragged.checkpoint.safetensors import CODES, header, parse
 from ragged.paths import Shaped
+from tests.programs import Ahead, execute
 
 PARAMS = {"layers": [{"w": torch.arange(24.0).view(6, 4), "b": torch.ones(4)}], "s": torch.tensor(2.0), "n": None}
 
@@ -299,17 +298,22 @@ def test_numbers_keep_their_digits_and_counters_leave_the_meta_device(tmp_path: 
     assert got.inner_state[0].count.device.type == "cpu"
 
 
-def test_a_failed_last_save_is_told_at_the_end(tmp_path: Path) -> None:
+def last_save(folder: Path) -> str:
     """Nobody waits for it, and its folder vanishes while the thread still writes."""
     program = f"""
 import shutil, torch
 from ragged import checkpoint
-checkpoint.save({str(tmp_path / "x")!r}, {{"x": torch.ones(1 << 25)}}, async_=True)
-shutil.rmtree({str(tmp_path / ".x.partial")!r})
+checkpoint.save({str(folder / "x")!r}, {{"x": torch.ones(1 << 25)}}, async_=True)
+shutil.rmtree({str(folder / ".x.partial")!r})
 """
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert f"saving {tmp_path / 'x'} failed: " in done.stderr
-    assert not (tmp_path / "x").exists()
+    said = execute("-c", program, quiet=False).stderr
+    assert f"saving {folder / 'x'} failed: " in said
+    assert not (folder / "x").exists()
+    return said
+
+
+AHEAD = [last_save]
+
+
+def test_a_failed_last_save_is_told_at_the_end(ahead: Ahead) -> None:
+    assert ahead(last_save)

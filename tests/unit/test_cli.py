@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ import pytest
 from ragged import Plan
 from ragged.cli import main
 from ragged.cli.models import load_model, parse_dtype
-
-ROOT = Path(__file__).parents[2]
+from tests.programs import Ahead, execute
 
 
 def printed(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -113,10 +111,16 @@ def test_errors_are_one_line(args: list[str], message: str, capsys: pytest.Captu
     assert message in err
 
 
-def test_as_a_program() -> None:
-    command = [sys.executable, "-W", "error", "-m", "ragged", "plan", "gpt2", "--ranks", "x"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
+def program(_: Path) -> subprocess.CompletedProcess[str]:
+    return execute("-m", "ragged", "plan", "gpt2", "--ranks", "x", code=2, quiet=False)
+
+
+AHEAD = [program]
+
+
+def test_as_a_program(ahead: Ahead) -> None:
+    done = ahead(program)
+    assert done.stdout == ""
     assert done.stderr.startswith("error: argument --ranks: expected a whole number of at least 1, got 'x'")
 
 
