@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -15,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp.dtensors import of_dtensors
 from fsdp.precision import MixedPrecision, as_precision, cast_floats
 from fsdp.step import Policy, Step
+from ragged.memory import as_budget
 from ragged.tree import ShardedTree, sharded_trees
 
 __all__ = ["call_gathered", "gathered", "policy_of", "rematerialized"]
@@ -123,7 +123,7 @@ def policy_of(reshard_after_forward: bool | int, precision: Any) -> Policy:
     Raises:
       ValueError: as `gathered`.
     """
-    return Policy(_budget(reshard_after_forward), None if precision is None else as_precision(precision))
+    return Policy(as_budget(reshard_after_forward), None if precision is None else as_precision(precision))
 
 
 def rematerialized(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,16 +161,6 @@ def _plain(fn: Any, first: Any, args: Any, kwargs: Any, precision: MixedPrecisio
         return fn(first, *args, **kwargs)
     args, kwargs = precision.inputs((args, kwargs))
     return precision.outputs(fn(cast_floats(first, precision.param_dtype), *args, **kwargs))
-
-
-def _budget(reshard_after_forward: bool | int) -> float:
-    if isinstance(reshard_after_forward, bool):
-        return 0.0 if reshard_after_forward else math.inf
-    if not isinstance(reshard_after_forward, int) or reshard_after_forward < 0:
-        raise ValueError(
-            f"reshard_after_forward={reshard_after_forward!r}: expected True, False, or a number of bytes >= 0"
-        )
-    return reshard_after_forward
 
 
 def _refuse_grad(tree: Any) -> None:

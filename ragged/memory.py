@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import optree
 import torch
 
+from ragged.collectives import SMALL
 from ragged.layout import Bucket, axis_size
 from ragged.reduction import reduction
 from ragged.report import MOMENTS, size, state_bytes, table
@@ -20,11 +21,10 @@ from ragged.stepping import Buffer, Call, Moment, play
 if TYPE_CHECKING:
     from ragged.plans import Plan
 
-__all__ = ["Memory", "memory"]
+__all__ = ["Memory", "as_budget", "memory"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HALVES = (torch.float16, torch.bfloat16)
-_SMALL = 1 << 14  # bytes up to which replicas send all they have to each other (ragged.collectives.SMALL)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def memory(
     """See `Plan.memory`."""
     order = _calls(plan, calls)
     feet = _footprints(plan, footprints or {})
-    budget = _budget(reshard_after_forward)
+    budget = as_budget(reshard_after_forward)
     if ahead < 0:
         raise ValueError(f"ahead={ahead}: expected a number of bytes >= 0")
     if device_type is None:
@@ -193,7 +193,12 @@ def _of_turn(foot: Any, name: str, turn: int, times: int) -> Any:
     return foot[turn]
 
 
-def _budget(reshard_after_forward: bool | int) -> float:
+def as_budget(reshard_after_forward: bool | int) -> float:
+    """Bytes of full parameters that stay after forward.
+
+    Raises:
+      ValueError: a negative number of bytes, or no number.
+    """
     if isinstance(reshard_after_forward, bool):
         return 0.0 if reshard_after_forward else math.inf
     if not isinstance(reshard_after_forward, int) or reshard_after_forward < 0:
@@ -240,6 +245,7 @@ def _buffer(plan: Plan, b: Bucket, precision: Any, cpu: bool) -> Buffer:
         parts=parts,
         summing=summing,
         grad=grad * b.trains,
+        goes_on=replicas > 1,
     )
 
 
@@ -256,7 +262,7 @@ def _across(n: int, dtype: torch.dtype, to: torch.dtype, replicas: int, scattere
     own, cast = n * dtype.itemsize * scattered, n * to.itemsize * (to != dtype)
     if not cpu:
         return own + cast
-    each = n if n * dtype.itemsize <= _SMALL else -(-n // replicas)
+    each = n if n * dtype.itemsize <= SMALL else -(-n // replicas)
     return own + max((replicas - 1) * each * dtype.itemsize + _summing(each, dtype, dtype), cast)
 
 

@@ -23,6 +23,7 @@ class Buffer:
       parts: what arrives from other ranks.
       summing: the most that is needed beside them to sum them up, the result included.
       grad: the reduced gradient; 0 without.
+      goes_on: replicas are summed after the reduction: then no other unit's is on its way beside it.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Buffer:
     parts: int
     summing: int
     grad: int
+    goes_on: bool
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,9 @@ def _backward(
         if b.apart:
             live.drop(_FULL, b.name)
         reduced.add(b.name)
-        while flying and flying[0].unit != b.unit and sum(f.nbytes for f in flying) + b.nbytes > ahead:
+        while flying and flying[0].unit != b.unit:
+            if sum(f.nbytes for f in flying) + b.nbytes <= ahead and not any(f.goes_on for f in flying):
+                break
             land()
         live.put(_WIRE, ("parts", b.name), b.parts)
         flying.append(b)

@@ -15,8 +15,6 @@ from fsdp.ahead import Ahead
 from fsdp.schedule import AHEAD
 from optim import adamw, identity, sgd
 from ragged import P, Plan, plan, rules
-from ragged.collectives import SMALL
-from ragged.memory import _SMALL
 from ragged.stepping import _due
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -101,7 +99,6 @@ def test_ahead_as_the_executor_does() -> None:
     ahead = Ahead(sizes)
     assert _due(sizes, AHEAD) == [ahead.due(turn) for turn in range(len(sizes))]
     assert layers().memory() == layers().memory(ahead=AHEAD)
-    assert _SMALL == SMALL
 
 
 def test_one_rank_has_no_buffers() -> None:
