@@ -82,7 +82,8 @@ def mixture(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
 def make_loss(config: Config, **options: Any) -> Callable[[Any, Tensor, Tensor], Tensor]:
     """Cross-entropy of the next token, on sharded or plain trees."""
 
-    @gathered(**options)
+    # Backward reads nothing of the embedding: kept, it is freed after forward and not gathered again.
+    @gathered(**{"reshard_after_forward": False} | options)
     def embed(p: Any, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, p["tokens"]) + p["positions"]
 

@@ -52,8 +52,9 @@ def limit_compute(
 def limit_bytes(config: Config, mark: Callable[[str], None] | None = None, bf16: bool = False) -> Callable[[], Tensor]:
     """The same bytes through the fastest collectives of the backend: no Python between, no compute.
 
-    Every unit is gathered in forward, every unit but the last again in backward, and reduced once. On gloo the
-    fastest way is to send straight from rank to rank; its own collectives copy through buffers.
+    Every unit is gathered in forward, every layer again in backward, and reduced once: the head is still there, and
+    backward reads nothing of the embedding. On gloo the fastest way is to send straight from rank to rank; its own
+    collectives copy through buffers.
     """
     m, rank = dist.get_world_size(), dist.get_rank()
     dtype = torch.bfloat16 if bf16 else torch.float32
@@ -74,7 +75,7 @@ def limit_bytes(config: Config, mark: Callable[[str], None] | None = None, bf16:
             work.wait()
 
     def step() -> Tensor:
-        for i in [*range(len(sizes)), *reversed(range(len(sizes) - 1))]:
+        for i in [*range(len(sizes)), *reversed(range(1, len(sizes) - 1))]:
             pieces = full[i].chunk(m)
             swap([shards[i]] * len(peers), [pieces[k] for k in peers])
             pieces[rank].copy_(shards[i])

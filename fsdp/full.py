@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdp.precision import Cast
-from fsdp.rooms import Room, empty_room, room_on
+from fsdp.rooms import Room, empty_room, room_on, room_over
 from ragged.buffer import fill_leaves, full_views, gather_into
 from ragged.collectives import Pending
 from ragged.layout import Bucket
@@ -47,6 +47,8 @@ class Full:
       budget: bytes up to which it stays filled after forward, beside what was used later.
       lasting: it stays filled after its gradients, for the next micro-batch.
       reduced: its gradient is on the way, nothing will read the full parameters again.
+      spare: it stays after forward, though backward can't read it (an embedding); `unread`: and so it was freed.
+      revisited: it was needed out of turn, to compute something again or for a gradient inside the loss.
     """
 
     def __init__(
@@ -62,10 +64,10 @@ class Full:
         self.key, self.unit, self.shard, self.bucket, self.comm = key, unit, shard, bucket, comm
         self.trainable, self.derived = trainable, derived
         self.cast: Cast | None = None
-        self.uses, self.called = 0, False
+        self.uses, self.called, self.revisited = 0, False, False
         self.budget = 0.0
         self.version: int | None = None  # of the shard, when it was gathered first
-        self.lasting = self.reduced = self.filled = self.alone = False
+        self.lasting = self.reduced = self.spare = self.unread = self.filled = self.alone = False
         self.pending: Pending | None = None
         self.local = shard.detach()
         self.room: Room | None = None
@@ -151,6 +153,9 @@ class Full:
                 "were; step the optimizer after all backward passes"
             )
         self.version = self.local._version
+        self.unread = False
+        if self.room is None:
+            self.room = empty_room(self.bucket, self.gathers, self.comm.device)
         self.refit()
         shard = self.local
         if not self._fits(self.cast):
@@ -174,6 +179,33 @@ class Full:
         if self.room is not None and not self.alone:
             self.room.buffer.untyped_storage().resize_(0)
             self.filled = False
+
+    def held(self) -> bool:
+        """Whether anything but this object refers to the full parameters: otherwise backward can't read them.
+
+        To find out, the leaves are given up, and the contents too, if nothing holds them. A storage's Python object
+        lives as long as the storage, whoever holds that: autograd, a closure, a garbage cycle.
+        """
+        assert self.room is not None
+        storage = weakref.ref(self.room.buffer.untyped_storage())
+        self.room = self._outputs = None
+        found = storage()
+        if found is not None:
+            self.room = room_over(found, self.bucket, self.gathers)
+        return found is not None
+
+    def let_go(self) -> None:
+        """Free full parameters that stay after forward, if backward can't read them."""
+        if self.filled and not self.alone and not self.held():
+            self.unread, self.filled = True, False
+
+    def find_spare(self) -> None:
+        """See whether the next step can let go of what stays after forward in this one."""
+        if self.filled and not self.alone and not self.lasting:
+            copy = self.buffer.clone()
+            self.spare = not self.held()
+            if self.spare:
+                self.room = room_over(copy.untyped_storage(), self.bucket, self.gathers)
 
     @property
     def address(self) -> int:
@@ -208,7 +240,7 @@ class Full:
                     view.add_(grad)
             self._done(onto)
             return onto
-        if self.alone or self.lasting or apart or self.reduces != self.gathers or self._lends(grads):
+        if self.unread or self.alone or self.lasting or apart or self.reduces != self.gathers or self._lends(grads):
             buffer = torch.empty(self.bucket.length, dtype=self.reduces, device=self.comm.device)
         else:
             assert self.filled or grads is None
@@ -228,7 +260,7 @@ class Full:
 
     def _done(self, contributions: Tensor) -> None:
         """The gradients are complete: the parameters aren't needed, unless they stay."""
-        if contributions is not self.buffer and not self.lasting:
+        if not self.lasting and (self.room is None or contributions is not self.room.buffer):
             self.empty()
 
     def clear(self) -> None:

@@ -217,6 +217,8 @@ class ValueAndGrad:
             with torch.enable_grad():
                 loss, aux = self._split(self.loss_fn(*traced_args, **traced_kwargs))
             forward = len(recorder.seen)
+            if recorder.learning:
+                step.find_spare()
             step.start_backward()
             direct: list[Tensor | None] = [None] * len(leaves)
             if loss.requires_grad:

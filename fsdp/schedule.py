@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -48,12 +48,15 @@ class Schedule:
       events: all collectives in order; None while only the calls are known.
       casts: the dtypes in which buckets are gathered and reduced.
       sizes: bytes of the full buffers of each call.
+      spare: buckets that stay after forward though this rank's backward can't read them, to be freed there. No
+        collective depends on it, so ranks may differ.
     """
 
     calls: tuple[tuple[str, ...], ...]
     events: tuple[Event, ...] | None
     casts: Mapping[str, Cast]
     sizes: tuple[int, ...]
+    spare: frozenset[str] = frozenset()
 
     @cached_property
     def last_call(self) -> dict[str, int]:
@@ -67,6 +70,7 @@ class Schedule:
         forward: int,
         casts: Mapping[str, Cast],
         nbytes: Mapping[str, int],
+        spare: Iterable[str] = (),
     ) -> Schedule:
         """The schedule after a step that was compared event by event.
 
@@ -76,11 +80,12 @@ class Schedule:
         Args:
           forward: how many of the events belong to forward.
           nbytes: of the full buffers of each bucket.
+          spare: as in the schedule.
         """
         gathered = [event.key for event in events[:forward]]
         twice = len(set(gathered)) < len(gathered)
         sizes = tuple(sum(nbytes[key] for key in call) for call in calls)
-        return Schedule(tuple(calls), None if twice else tuple(events), casts, sizes)
+        return Schedule(tuple(calls), None if twice else tuple(events), casts, sizes, frozenset(spare))
 
 
 class Recorder:

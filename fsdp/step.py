@@ -87,6 +87,7 @@ class Step:
         self.carry = carry or Carry()
         self.reducer = Reducer(comm, recorder, how, self.carry)
         self.last_call = {} if schedule is None else schedule.last_call
+        self._spare: frozenset[str] = frozenset() if schedule is None else schedule.spare
         self.calls: list[tuple[str, ...]] = []
         self.at_close: list[Callable[[], None]] = []
         self.depth = 1
@@ -157,7 +158,7 @@ class Step:
             full.prepare(precision.cast(full.local.dtype), self.carry.kept.get(full.key))
             full.called = True
         if self.backward:  # recomputation inside a checkpoint
-            self._ensure(fulls)
+            self._revisit(fulls)
             return
         self._clock += 1
         index = len(self.calls)
@@ -180,6 +181,13 @@ class Step:
                 other.empty()
                 del self._warm[other.key]
                 kept -= other.nbytes
+            elif other.key in self._spare:
+                other.let_go()
+
+    def _revisit(self, fulls: Sequence[Full]) -> None:
+        for full in fulls:
+            full.revisited = True
+        self._ensure(fulls)
 
     def _ensure(self, fulls: Sequence[Full], ahead: Sequence[Full] = ()) -> None:
         """Have buckets filled, and more on their way: all are launched before any is waited for."""
@@ -230,6 +238,11 @@ class Step:
 
         return full_tree(first) if is_sharded(first) else optree.tree_map(full_tree, first, is_leaf=is_sharded)
 
+    def find_spare(self) -> None:
+        """After forward: which buckets stay though backward can't read them; for `course`."""
+        for full in self._warm.values():
+            full.find_spare()
+
     # Backward
 
     def start_backward(self) -> None:
@@ -246,7 +259,7 @@ class Step:
             self._come_down(end)
         else:  # a gradient inside the loss, such as a penalty on it
             fulls = self._fulls_of(end)
-            self._ensure(fulls)
+            self._revisit(fulls)
             self._warm |= {full.key: full for full in fulls}
             if not torch.is_grad_enabled():
                 for later in range(end + 1, len(self._ends)):
@@ -265,9 +278,8 @@ class Step:
             self.reducer.above(self._ends[self._visited].tick)
             turn = self._turns.get(self._visited)
             if turn is not None:
-                self._ensure([f for f in self._fulls_of(self._visited) if not f.reduced])
-                due = self._ahead.due(turn)
-                self._start([f for t in due for f in self._fulls_of(self._route[t]) if not f.reduced])
+                self._ensure(self._read_by(self._visited))
+                self._start([full for t in self._ahead.due(turn) for full in self._read_by(self._route[t])])
 
     def _leave_call(self, end: int, trainable: bool) -> None:
         """Backward has left a call: empty what no call before it reads. Trainable buckets wait for their gradients."""
@@ -280,6 +292,9 @@ class Step:
     def _fulls_of(self, end: int) -> list[Full]:
         return [self.buckets[key] for key in self._ends[end].keys]
 
+    def _read_by(self, end: int) -> list[Full]:
+        return [full for full in self._fulls_of(end) if not full.reduced and not full.unread]
+
     def _collect(self, full: Full, grads: tuple[Tensor | None, ...]) -> Tensor | None:
         """Gradients of a bucket are complete: reduce them, in the one order of all ranks."""
         if full.reduced or not self.backward:
@@ -287,7 +302,8 @@ class Step:
                 f"gradients of unit {full.bucket.unit!r} arrive a second time; differentiate with respect to "
                 "parameters once per step, by value_and_grad alone"
             )
-        self._ensure([full])
+        if not full.unread:
+            self._ensure([full])
         full.reduced = True
         return self.reducer.collect(full, grads)
 
@@ -309,7 +325,9 @@ class Step:
           forward: how many of its collectives belong to forward.
         """
         assert self.recorder is not None
-        return Schedule.learn(self.calls, self.recorder.seen, forward, self.buckets.casts, self.buckets.nbytes)
+        casts, nbytes = self.buckets.casts, self.buckets.nbytes
+        spare = [full.key for full in self.buckets if full.spare and not full.revisited]
+        return Schedule.learn(self.calls, self.recorder.seen, forward, casts, nbytes, spare)
 
     def settle(self) -> None:
         """Let everything in flight arrive, whatever state the step is in.
