@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +16,13 @@ from ragged.layout import Bucket
 from ragged.mesh import Comm
 
 __all__ = ["Full", "Kept"]
+
+
+class Collects(Protocol):
+    """The step, to which gradients go."""
+
+    def collect(self, full: Full, grads: tuple[Tensor | None, ...]) -> Tensor | None:
+        """The gradients of a bucket's leaves are complete."""
 
 
 class Kept(NamedTuple):
@@ -45,6 +51,8 @@ class Full:
       cast: dtypes of the buffer and of the gradients, once a call said so.
       uses: calls of gathered functions that hold it right now; `called`: whether there was one.
       budget: bytes up to which it stays filled after forward, beside what was used later.
+      alone: this rank's shard is the full buffer, nothing is gathered.
+      sole: nothing is reduced either: leaves are views of the shard in autograd's sense, which sees to their gradients.
       lasting: it stays filled after its gradients, for the next micro-batch.
       reduced: its gradient is on the way, nothing will read the full parameters again.
       spare: it stays after forward, though backward can't read it (an embedding); `unread`: and so it was freed.
@@ -67,7 +75,8 @@ class Full:
         self.uses, self.called, self.revisited = 0, False, False
         self.budget = 0.0
         self.version: int | None = None  # of the shard, when it was gathered first
-        self.lasting = self.reduced = self.spare = self.unread = self.filled = self.alone = False
+        self.lasting = self.reduced = self.spare = self.unread = self.filled = False
+        self.alone = self.sole = False
         self.pending: Pending | None = None
         self.local = shard.detach()
         self.room: Room | None = None
@@ -93,7 +102,7 @@ class Full:
         # A single rank holds everything already: its shard is the global buffer.
         self.alone = self.bucket.ranks == 1 and self._fits(cast)
         if self.alone:
-            self.room, self.filled = room_on(self.local, self.bucket), True
+            self.filled = True
         elif self.keeps(kept):
             assert kept is not None
             self.room, self.filled = kept.room, True
@@ -103,6 +112,8 @@ class Full:
     @property
     def buffer(self) -> Tensor:
         """The full parameters, 1-D."""
+        if self.alone:
+            return self.local
         assert self.room is not None
         return self.room.buffer
 
@@ -210,17 +221,25 @@ class Full:
     @property
     def address(self) -> int:
         """Of the full storage; 0 while it is empty."""
-        return 0 if self.room is None else self.room.buffer.untyped_storage().data_ptr()
+        return 0 if self.room is None and not self.alone else self.buffer.untyped_storage().data_ptr()
 
-    def leaves(self, reduce: Callable[[Full, tuple[Tensor | None, ...]], Tensor | None]) -> tuple[Tensor, ...]:
+    def leaves(self, step: Collects) -> tuple[Tensor, ...]:
         """Full leaves in the bucket's order; under grad mode the outputs of the step's one Gather node."""
-        assert self.room is not None
         if not (torch.is_grad_enabled() and self.shard.requires_grad):
-            return self.room.leaves
-        if self._outputs is None:
-            self._outputs = _Gather.apply(self, reduce, self.shard)  # type: ignore[no-untyped-call]
+            return self._plain()
+        if self._outputs is None and self.sole:
+            self._outputs = tuple(full_views(self.shard, self.bucket).values())
+        elif self._outputs is None:
+            self._outputs = _Gather.apply(self, step, self.shard)  # type: ignore[no-untyped-call]
         assert self._outputs is not None
         return self._outputs
+
+    def _plain(self) -> tuple[Tensor, ...]:
+        """Full leaves without a history."""
+        if self.room is None:
+            assert self.alone
+            self.room = room_on(self.local, self.bucket)
+        return self.room.leaves
 
     def contributions(
         self, grads: tuple[Tensor | None, ...] | None, onto: Tensor | None = None, apart: bool = False
@@ -260,7 +279,7 @@ class Full:
 
     def _done(self, contributions: Tensor) -> None:
         """The gradients are complete: the parameters aren't needed, unless they stay."""
-        if not self.lasting and (self.room is None or contributions is not self.room.buffer):
+        if not self.lasting and (self.unread or contributions is not self.buffer):
             self.empty()
 
     def clear(self) -> None:
@@ -272,19 +291,18 @@ class _Gather(torch.autograd.Function):
     """Full leaves from a shard; backward hands their gradients to the step, all at once."""
 
     @staticmethod
-    def forward(ctx: Any, full: Full, reduce: Any, shard: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, full: Full, step: Collects, shard: Tensor) -> tuple[Tensor, ...]:
         # Weak: what the node holds strongly no collector would find, as it leads through C++ back to the node.
-        ctx.full, ctx.reduce = weakref.ref(full), weakref.WeakMethod(reduce)
+        ctx.full, ctx.step = weakref.ref(full), weakref.ref(step)
         ctx.set_materialize_grads(False)
-        assert full.room is not None
-        return tuple(x.detach() for x in full.room.leaves)
+        return tuple(x.detach() for x in full._plain())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, Tensor | None]:
-        full, reduce = ctx.full(), ctx.reduce()
-        if full is None or reduce is None:
+        full, step = ctx.full(), ctx.step()
+        if full is None or step is None:
             raise ValueError(
                 "backward came to parameters whose step is over: the graph outlived it (create_graph=True?); use what "
                 "is to be differentiated in the loss itself"
             )
-        return None, None, reduce(full, grads)
+        return None, None, step.collect(full, grads)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ class ModuleStep(Step):
                 self.enter_pass()
             super()._before_backward(end, x)
 
-    def _collect(self, full: Any, grads: Any) -> Any:
+    def collect(self, full: Any, grads: Any) -> Any:
         with self._told():
             self.enter_pass()
             if torch.is_grad_enabled():
@@ -104,13 +104,18 @@ class ModuleStep(Step):
                     "backward(create_graph=True) through a sharded module's parameters: their gradients leave autograd "
                     "when they are reduced. Differentiate twice with respect to inputs only"
                 )
-            return super()._collect(full, grads)
+            return super().collect(full, grads)
 
-    def end(self) -> dict[str, Tensor]:
-        """Backward has come to the parameters: gradients by bucket key, where they are reduced in this pass."""
+    def end(self, arrived: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """Backward has come to the parameters: gradients by bucket key, where they are reduced in this pass.
+
+        Args:
+          arrived: what came through autograd, of buckets that are whole on one rank.
+        """
         recorder = self.recorder
         assert recorder is not None
         with self._told():
+            self.enter_pass()
             if torch._C._current_graph_task_id() != self._pass or not self.backward:
                 raise ValueError("backward reached the parameters of a sharded module without passing its outputs")
             self.finish()
@@ -125,6 +130,10 @@ class ModuleStep(Step):
             self.learnt(self.course(self._forward_events))
         self.ended = True
         grads, self.reducer.grads = self.reducer.grads, {}
+        for full in self.buckets:
+            if full.sole and full.called:
+                direct = self.reducer.direct(full.shard, full.bucket, arrived.get(full.key), False)
+                grads[full.key] = torch.zeros_like(full.local) if direct is None else direct
         return grads
 
     def fail(self, error: Exception) -> None:
@@ -168,18 +177,22 @@ class Begin(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, step: ModuleStep, shards: Sequence[Tensor], homes: Sequence[tuple[str, Whereabouts]], *params: Tensor
+        ctx: Any,
+        step: ModuleStep,
+        shards: Mapping[str, Tensor],
+        homes: Sequence[tuple[str, Whereabouts]],
+        *params: Tensor,
     ) -> tuple[Tensor, ...]:
-        """`homes`: the bucket keys and places of `params`."""
-        ctx.step, ctx.homes = weakref.ref(step), homes
+        """`shards`: by bucket key; `homes`: the bucket keys and places of `params`."""
+        ctx.step, ctx.keys, ctx.homes = weakref.ref(step), tuple(shards), homes
         ctx.set_materialize_grads(False)
-        return tuple(x.detach() for x in shards)
+        return tuple(x.detach() for x in shards.values())
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> Any:
+    def backward(ctx: Any, *arrived: Tensor | None) -> Any:
         step = ctx.step()
         assert step is not None
-        grads = step.end()
+        grads = step.end(dict(zip(ctx.keys, arrived, strict=True)))
         wanted = ctx.needs_input_grad[3:]
         out = [
             _run(grads.get(key), home) if need else None for (key, home), need in zip(ctx.homes, wanted, strict=True)

@@ -175,6 +175,10 @@ class Reducer:
         assert self.how is not None
         return self.comm.group(self.how(full.bucket).across).size > 1
 
+    def spares(self, full: Full) -> bool:
+        """Whether gradients of a bucket that one rank holds are whole there: nobody has a replica of it."""
+        return self.how is not None and not self._goes_on(full)
+
     def _announce(self, full: Full) -> None:
         # The second half of a reduction starts when it lands. A rank that fails takes part in one collective after
         # the other, and would wait for it while this rank waits for a later gather: so such units fly alone.
@@ -220,7 +224,7 @@ class Reducer:
                 f"the loss uses local tensors of unit {bucket.unit!r} directly, and {how.across} holds replicas of "
                 "it; use it in a gathered function (for weight decay: in the optimizer)"
             )
-        return None if grad is None else grad / how.divisor
+        return grad if grad is None or how.divisor == 1 else grad / how.divisor
 
     def unfinished(self) -> list[Pending]:
         """Reductions that nobody waited for yet."""

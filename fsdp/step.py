@@ -129,7 +129,7 @@ class Step:
         for full in fulls:
             full.uses += 1
             full.budget = max(full.budget, policy.budget)
-            full.lasting |= policy.budget == math.inf and not self.carry.last and not full.derived
+            full.lasting |= policy.budget == math.inf and not (self.carry.last or full.derived or full.alone)
         try:
             args, kwargs = precision.inputs((args, kwargs))
             out = precision.outputs(fn(self._substitute(first), *args, **kwargs))
@@ -143,6 +143,8 @@ class Step:
 
     def _leave(self, fulls: Sequence[Full], outputs: Sequence[Tensor]) -> None:
         """The call's outputs lead backward to it."""
+        if all(full.sole for full in fulls):
+            return
         self._clock += 1
         end = len(self._ends)
         needed = any(full.trainable for full in fulls) or any(x.grad_fn for x in outputs)
@@ -157,6 +159,7 @@ class Step:
         for full in fulls:
             full.prepare(precision.cast(full.local.dtype), self.carry.kept.get(full.key))
             full.called = True
+            full.sole = full.alone and full.reduces == full.local.dtype and self.reducer.spares(full)
         if self.backward:  # recomputation inside a checkpoint
             self._revisit(fulls)
             return
@@ -166,9 +169,11 @@ class Step:
         self._free_idle(fulls, index)
         self._ensure(fulls, self._next(index, precision))
         for full in fulls:
-            self._warm.pop(full.key, None)
-            self._warm[full.key] = full
-            self.reducer.used(full, self._clock)
+            if not full.alone:  # which has no memory of its own
+                self._warm.pop(full.key, None)
+                self._warm[full.key] = full
+            if not full.sole:
+                self.reducer.used(full, self._clock)
 
     def _free_idle(self, fulls: Sequence[Full], index: int) -> None:
         """Empty buckets that no call uses now, but for those that come again, or that a budget keeps."""
@@ -233,7 +238,7 @@ class Step:
         def full_tree(tree: Any) -> Any:
             if not isinstance(tree, ShardedTree):
                 return tree
-            leaves = [x for full in self.buckets.of(tree) for x in full.leaves(self._collect)]
+            leaves = [x for full in self.buckets.of(tree) for x in full.leaves(self)]
             return optree.tree_unflatten(tree.selection.structure, [leaves[i] for i in tree.selection.order])
 
         return full_tree(first) if is_sharded(first) else optree.tree_map(full_tree, first, is_leaf=is_sharded)
@@ -295,7 +300,7 @@ class Step:
     def _read_by(self, end: int) -> list[Full]:
         return [full for full in self._fulls_of(end) if not full.reduced and not full.unread]
 
-    def _collect(self, full: Full, grads: tuple[Tensor | None, ...]) -> Tensor | None:
+    def collect(self, full: Full, grads: tuple[Tensor | None, ...]) -> Tensor | None:
         """Gradients of a bucket are complete: reduce them, in the one order of all ranks."""
         if full.reduced or not self.backward:
             raise ValueError(

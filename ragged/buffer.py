@@ -124,14 +124,21 @@ def gather_into(out: Tensor, shard: Tensor, bucket: Bucket, comm: Comm) -> Pendi
 def full_views(full: Tensor, bucket: Bucket) -> dict[str, Tensor]:
     """Full leaves as views of a bucket's global buffer."""
     parts = full.split_with_sizes(bucket.sections)
-    return {f.path: parts[i].view(f.local_shape) for f, i in zip(bucket.leaves, bucket.places, strict=True)}
+    return {
+        f.path: parts[i] if len(f.local_shape) == 1 else parts[i].view(f.local_shape)
+        for f, i in zip(bucket.leaves, bucket.places, strict=True)
+    }
 
 
 def fill_leaves(full: Tensor, bucket: Bucket, values: Sequence[Tensor | None]) -> None:
     """Write leaves into a bucket's global buffer. Padding becomes zero, and so do leaves that are None."""
     for start, stop in bucket.gaps:
         full[start:stop].zero_()
-    flat = [x.view(-1) for x in values if x is not None and x.dtype == full.dtype and x.is_contiguous()]
+    flat = [
+        x if x.dim() == 1 else x.view(-1)
+        for x in values
+        if x is not None and x.dtype == full.dtype and x.is_contiguous()
+    ]
     if len(flat) == len(values):
         for start, stop, first, last in bucket.stretches:  # one kernel for all leaves of a stretch
             torch.cat(flat[first:last], out=full[start:stop] if stop - start < len(full) else full)

@@ -134,7 +134,7 @@ class Bucket:
     def shard(self) -> int:
         return max(self.bounds.sizes) if self.bounds.explicit else self.bounds.shard
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Elements of the global buffer: m * S, or the sum of the shares."""
         return self.bounds.total

@@ -125,8 +125,12 @@ class Comm:
 
     @property
     def device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device()) if self._plain is None else self._plain
+
+    @cached_property
+    def _plain(self) -> torch.device | None:
         kind = self.mesh.device_type
-        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        return None if kind == "cuda" else torch.device(kind)
 
     def rank(self, axes: Sequence[str]) -> int:
         """This rank's coordinate on the flattened axes, first axis outermost."""
