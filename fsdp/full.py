@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from fsdp.precision import Cast
 from fsdp.rooms import Room, empty_room, room_on, room_over
 from ragged.buffer import fill_leaves, full_views, gather_into
+from ragged.chunks import in_chunks
 from ragged.collectives import Pending
 from ragged.layout import Bucket
 from ragged.mesh import Comm
@@ -259,7 +261,7 @@ class Full:
                     view.add_(grad)
             self._done(onto)
             return onto
-        if self.unread or self.alone or self.lasting or apart or self.reduces != self.gathers or self._lends(grads):
+        if self.unread or self.alone or self.lasting or apart or self.reduces != self.gathers:
             buffer = torch.empty(self.bucket.length, dtype=self.reduces, device=self.comm.device)
         else:
             assert self.filled or grads is None
@@ -272,10 +274,17 @@ class Full:
         self._done(buffer)
         return buffer
 
-    def _lends(self, grads: tuple[Tensor | None, ...] | None) -> bool:
-        """Whether some gradient lies where the parameters do: a backward may return what it saved."""
-        address = self.address
-        return any(g is not None and g.untyped_storage().data_ptr() == address for g in grads or ()) and address != 0
+    def in_place(self, grads: Sequence[Tensor | None]) -> list[Tensor] | None:
+        """Contributions in parts, large gradients where they are; None where that can't be.
+
+        Device tensors travel as a whole, and fp16 is divided in place before it is summed.
+        """
+        if self.bucket.ranks == 1 or self.comm.device.type != "cpu" or self.reduces == torch.float16:
+            return None
+        parts = in_chunks(grads, self.bucket, self.reduces)
+        if parts is not None and not self.lasting:
+            self.empty()
+        return parts
 
     def _done(self, contributions: Tensor) -> None:
         """The gradients are complete: the parameters aren't needed, unless they stay."""

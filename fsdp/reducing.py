@@ -34,6 +34,13 @@ class Held(NamedTuple):
     into: Tensor
 
 
+class _Ready(NamedTuple):
+    """Complete contributions: one buffer, or gradients where they are, and the versions of those."""
+
+    parts: list[Tensor]
+    versions: list[int] = []  # noqa: RUF012  # never written to
+
+
 @dataclass
 class Carry:
     """What one micro-batch hands on to the next.
@@ -84,8 +91,8 @@ class Reducer:
         self._uses: list[tuple[int, Full]] = []  # trainable buckets by the tick of their first use
         self._order: list[tuple[int, Full]] = []  # those that are still to be reduced
         self._known: set[str] = set()
-        self._ready: dict[str, Tensor] = {}
-        self._flying: deque[tuple[Full, Pending]] = deque()  # reduces of one unit, or of several small ones
+        self._ready: dict[str, _Ready] = {}
+        self._flying: deque[tuple[Full, Pending, _Ready]] = deque()  # reduces of one unit, or of several small ones
         self._afloat = 0  # bytes of the buffers that they are sent from
         self._halves = 0  # of them that go on over replicas once they have landed
 
@@ -103,20 +110,28 @@ class Reducer:
         for _, full in self._uses:
             full.reduced = False
 
-    def collect(self, full: Full, grads: tuple[Tensor | None, ...]) -> Tensor | None:
-        """Gradients of a bucket are complete."""
+    def collect(self, full: Full, grads: tuple[Tensor | None, ...], lent: bool = False) -> Tensor | None:
+        """Gradients of a bucket are complete.
+
+        Args:
+          lent: some of them lie where parameters do, and have to leave before these are freed.
+        """
         if full.derived:
-            return self._collect_now(full, grads)
-        self._ready[full.key] = self._contributions(full, grads)
+            return self._collect_now(full, grads, lent)
+        self._ready[full.key] = self._contributions(full, grads, lent)
         self._reduce_ready()
         return None
 
-    def _contributions(self, full: Full, grads: tuple[Tensor | None, ...] | None) -> Tensor:
+    def _contributions(self, full: Full, grads: tuple[Tensor | None, ...] | None, lent: bool = False) -> _Ready:
         held = self.carry.held.pop(full.key, None)
         onto = None if held is None else held.buffer
-        return full.contributions(grads, onto, apart=not self.carry.sync)
+        if grads is not None and onto is None and self.carry.sync and not lent:
+            parts = full.in_place(grads)
+            if parts is not None:
+                return _Ready(parts, [x._version for x in parts])
+        return _Ready([full.contributions(grads, onto, apart=lent or not self.carry.sync)])
 
-    def _collect_now(self, full: Full, grads: tuple[Tensor | None, ...]) -> Tensor:
+    def _collect_now(self, full: Full, grads: tuple[Tensor | None, ...], lent: bool) -> Tensor:
         """The gradient of a computed shard goes on through autograd, so it can't wait.
 
         It is a sum over the ragged axes. The sum over replicas and the division come at the end (`direct`), once
@@ -125,7 +140,7 @@ class Reducer:
         while self._order[-1][1] is not full:
             self._reduce_last()
         self._order.pop()
-        buffer = full.contributions(grads)
+        buffer = full.contributions(grads, apart=lent)
         self._announce(full)
         pending = reduce_buffer(buffer, full.bucket, full.comm, Reduction((), 1), full.local.dtype)
         out = pending.wait().to(full.local.device)
@@ -160,14 +175,16 @@ class Reducer:
         assert self.how is not None
         while self._order and self._order[-1][1].key in self._ready:
             full = self._order[-1][1]
-            buffer = self._ready.pop(full.key)
+            ready = self._ready.pop(full.key)
             if not self.carry.sync:
-                self._hold(full, buffer)
+                self._hold(full, ready.parts[0])
                 continue
             self._order.pop()
             self._announce(full)
             how = self.how(full.bucket)
-            self._flying.append((full, reduce_buffer(buffer, full.bucket, full.comm, how, full.local.dtype)))
+            parts = ready.parts if ready.versions else ready.parts[0]
+            pending = reduce_buffer(parts, full.bucket, full.comm, how, full.local.dtype)
+            self._flying.append((full, pending, ready))
             self._afloat += full.nbytes
             self._halves += self._goes_on(full)
 
@@ -195,8 +212,13 @@ class Reducer:
             self._land_first()
 
     def _land_first(self) -> None:
-        full, pending = self._flying[0]
+        full, pending, ready = self._flying[0]
         self.grads[full.key] = pending.wait().to(full.local.device)
+        if ready.versions and ready.versions != [x._version for x in ready.parts]:
+            raise ValueError(
+                f"a gradient of unit {full.unit!r} was changed in place after backward returned it, on its way to "
+                "other ranks; return a tensor that nothing writes to any more, such as its clone()"
+            )
         self._flying.popleft()
         self._afloat -= full.nbytes
         self._halves -= self._goes_on(full)
@@ -228,11 +250,11 @@ class Reducer:
 
     def unfinished(self) -> list[Pending]:
         """Reductions that nobody waited for yet."""
-        return [pending for _, pending in self._flying]
+        return [pending for _, pending, _ in self._flying]
 
     def sending(self) -> list[Full]:
         """Buckets whose memory messages may still be read from."""
-        return [full for full, pending in self._flying if not pending.done]
+        return [full for full, pending, _ in self._flying if not pending.done]
 
     def clear(self) -> None:
         """Let go of everything but the results."""

@@ -310,7 +310,13 @@ class Step:
         if not full.unread:
             self._ensure([full])
         full.reduced = True
-        return self.reducer.collect(full, grads)
+        return self.reducer.collect(full, grads, self._lent(full, grads))
+
+    def _lent(self, full: Full, grads: tuple[Tensor | None, ...]) -> bool:
+        """Whether some gradient lies where parameters do: a backward may return what it saved."""
+        homes = self.buckets if full.bucket.parted else (full,)
+        addresses = {home.address for home in homes} - {0}
+        return any(g is not None and g.untyped_storage().data_ptr() in addresses for g in grads)
 
     def finish(self) -> None:
         """After backward: visit what is left, zeros for what got no gradient, and the last reduce."""

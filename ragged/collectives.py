@@ -176,7 +176,7 @@ def _place(x: Tensor, where: Tensor) -> None:
 
 
 def reduce_scatter(
-    full: Tensor, group: Group, sizes: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    full: Tensor | Sequence[Tensor], group: Group, sizes: Sequence[int] | None = None, dtype: torch.dtype | None = None
 ) -> Pending:
     """Sum the ranks' full buffers and keep this rank's shard of the sum.
 
@@ -184,22 +184,25 @@ def reduce_scatter(
     faster than gloo's own reduce-scatter, and bitwise the same whatever the timing.
 
     Args:
-      full: 1-D contributions for all ranks; must not change until `wait`.
+      full: 1-D contributions for all ranks; must not change until `wait`. In several tensors, on the CPU each is sent
+        from where it is; all ranks must have them in the same sizes.
       sizes: elements per rank, where they are not all equal.
       dtype: of the result, if not that of the contributions: on the CPU the sum is rounded to it once.
 
     Returns:
       Pending with a new tensor, or `full` itself in a group of one.
     """
-    dtype = full.dtype if dtype is None else dtype
+    parts = [full] if isinstance(full, Tensor) else list(full)
+    length, kind = sum(x.numel() for x in parts), parts[0].dtype
+    dtype = kind if dtype is None else dtype
     if group.size == 1:
-        return Done(full.to(dtype))
-    cuts = [full.numel() // group.size] * group.size if sizes is None else list(sizes)
+        return Done(_joined(parts).to(dtype))
+    cuts = [length // group.size] * group.size if sizes is None else list(sizes)
     mine = cuts[group.rank]
-    _note("reduce_scatter", (full.numel() - mine) * full.itemsize, group)
-    pieces = torch.split(full, cuts)
-    if full.device.type != "cpu":
-        out = full.new_empty(mine)
+    _note("reduce_scatter", (length - mine) * kind.itemsize, group)
+    if parts[0].device.type != "cpu":
+        full = _joined(parts)
+        pieces, out = torch.split(full, cuts), full.new_empty(mine)
         if sizes is None:
             works = [_reduce_scatter_single(out, full, group=group.handle, async_op=True)]
             return Pending(works, lambda: out.to(dtype))
@@ -209,27 +212,73 @@ def reduce_scatter(
             if piece.numel()
         ]
         return Pending(works, lambda: out.copy_(pieces[group.rank]).to(dtype))
-    parts, works = _collect(pieces, group)
-    return Pending(works, lambda: _in_order(parts, torch.add, dtype))
+    own = _cut(parts, cuts)
+    collected, works = _collect(own, group)
+    if len(collected) == 1:
+        return Pending(works, lambda: _in_order(collected[0], torch.add, dtype))
+    return Pending(works, lambda: _sum_parts(collected, torch.empty(mine, dtype=dtype)))
 
 
-def _collect(pieces: Sequence[Tensor], group: Group, tag: int | None = None) -> tuple[list[Tensor], list[Any]]:
-    """What all ranks have for this one, in rank order, once the works are done."""
+def _sum_parts(collected: Sequence[Sequence[Tensor]], out: Tensor) -> Tensor:
+    """Sum what belongs together, part after part."""
+    for place, same in zip(out.split_with_sizes([parts[0].numel() for parts in collected]), collected, strict=True):
+        _in_order(same, torch.add, out=place)
+    return out
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _cut(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
+    """Tensors that follow each other, cut into pieces of given sizes: views."""
+    if len(parts) == 1:
+        return [[piece] for piece in torch.split(parts[0], list(sizes))]
+    out: list[list[Tensor]] = []
+    rest, i, at = 0, 0, 0
+    for size in sizes:
+        piece, rest = [], size
+        while rest:
+            n = min(rest, parts[i].numel() - at)
+            piece += [parts[i][at : at + n]] if n else []
+            rest, at = rest - n, at + n
+            if at == parts[i].numel():
+                i, at = i + 1, 0
+        out.append(piece)
+    return out
+
+
+def _collect(
+    pieces: Sequence[Sequence[Tensor]], group: Group, drawn: Sequence[int] = ()
+) -> tuple[list[list[Tensor]], list[Any]]:
+    """What all ranks have for this one, once the works are done: in rank order, for each tensor of its piece."""
     own = pieces[group.rank]
-    parts: list[Tensor] = list(own.new_empty((group.size - 1, own.numel())))
-    works = _swap(pieces, [*parts[: group.rank], None, *parts[group.rank :]], group, tag)
-    parts.insert(group.rank, own)
-    return parts, works
+    numbers = drawn or [next(group.tags) for _ in range(max(map(len, pieces)))]
+    received = [list(x.new_empty((group.size - 1, x.numel()))) for x in own]
+    works = []
+    for i, tag in enumerate(numbers):
+        places = [] if i >= len(own) else [*received[i][: group.rank], None, *received[i][group.rank :]]
+        sent = [piece[i] if i < len(piece) else None for piece in pieces]
+        works += _swap(sent, places or [None] * group.size, group, tag)
+    return [[*r[: group.rank], x, *r[group.rank :]] for x, r in zip(own, received, strict=True)], works
 
 
-def _in_order(parts: Sequence[Tensor], combine: Callable[..., Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """Combine in the order given, so that the result is the same on every run and machine; a new tensor."""
+def _in_order(
+    parts: Sequence[Tensor],
+    combine: Callable[..., Tensor],
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Combine in the order given, so that the result is the same on every run and machine; a new tensor, or `out`."""
+    straight = None if out is None or out.dtype != parts[0].dtype else out
     if parts[0].dtype in (torch.bfloat16, torch.float16):
         total = combine(parts[0].float(), parts[1])
     else:
-        total = combine(parts[0], parts[1])
+        total = combine(parts[0], parts[1], out=straight)
     for part in parts[2:]:
         combine(total, part, out=total)
+    if out is not None:
+        return total if total is out else out.copy_(total)
     return total.to(parts[0].dtype if dtype is None else dtype)
 
 
@@ -260,12 +309,12 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", drawn: Tags | None = No
     flat = x.reshape(-1)
     if flat.nbytes <= SMALL:
         _note("all_reduce", flat.nbytes * (group.size - 1), group)
-        parts, works = _collect([flat] * group.size, group, first)
+        (parts,), works = _collect([[flat]] * group.size, group, [first])
         return Pending(works, lambda: x.copy_(_in_order(parts, combine).view_as(x)))
     share = -(-flat.numel() // group.size)
     pieces = [flat[k * share : (k + 1) * share] for k in range(group.size)]
     _note("all_reduce", flat.nbytes - pieces[group.rank].nbytes + pieces[group.rank].nbytes * (group.size - 1), group)
-    parts, works = _collect(pieces, group, first)
+    (parts,), works = _collect([[piece] for piece in pieces], group, [first])
     return _Rejoin(x, flat, pieces, Pending(works, lambda: _in_order(parts, combine)), group, second)
 
 

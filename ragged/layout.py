@@ -15,7 +15,9 @@ import torch
 
 from ragged.spec import P
 
-__all__ = ["Bounds", "Bucket", "LeafInfo", "Request", "Unit", "axis_size", "contiguous_strides"]
+__all__ = ["LARGE", "Bounds", "Bucket", "Chunk", "LeafInfo", "Request", "Unit", "axis_size", "contiguous_strides"]
+
+LARGE = 1 << 20  # bytes of a leaf whose gradient is worth a message of its own
 
 
 class Request(NamedTuple):
@@ -100,6 +102,15 @@ class Bounds:
 
     def size(self, rank: int) -> int:
         return self(rank + 1) - self(rank)
+
+
+class Chunk(NamedTuple):
+    """A part of a global buffer, `[start, stop)`: one large leaf, by index, or what lies between two of them (None)."""
+
+    start: int
+    stop: int
+    leaf: int | None
+    inside: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -200,6 +211,28 @@ class Bucket:
             else:
                 out.append((leaf.offset, leaf.stop, i, i + 1))
         return tuple(out)
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The global buffer in the parts that travel on their own in a reduction: one without large leaves."""
+        out: list[Chunk] = []
+        end, inside = 0, []
+        for i, leaf in enumerate(self.leaves):
+            if leaf.size * self.dtype.itemsize < LARGE:
+                inside.append(i)
+                continue
+            if leaf.offset > end:
+                out.append(Chunk(end, leaf.offset, None, tuple(inside)))
+            out.append(Chunk(leaf.offset, leaf.stop, i, (i,)))
+            end, inside = leaf.stop, []
+        if self.length > end or not out:
+            out.append(Chunk(end, self.length, None, tuple(inside)))
+        return tuple(out)
+
+    @cached_property
+    def parted(self) -> bool:
+        """Whether there are large leaves."""
+        return self.chunks[0].leaf is not None or len(self.chunks) > 1
 
     def local_gaps(self, rank: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
         """The gaps inside `[start, stop)` that a rank holds, counted from the piece's first element."""

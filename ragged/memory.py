@@ -230,6 +230,10 @@ def _buffer(plan: Plan, b: Bucket, precision: Any, cpu: bool) -> Buffer:
         parts = shard * reduces.itemsize
         summing = 0 if reduces == b.dtype or replicas > 1 else grad
     apart = b.length * reduces.itemsize if alone or reduces != gathers else 0
+    sent = 0
+    if b.ranks > 1 and cpu and reduces == gathers != torch.float16:
+        sent = sum(b.leaves[c.leaf].size for c in b.chunks if c.leaf is not None) * reduces.itemsize
+        apart = b.length * reduces.itemsize - sent if sent else apart
     if replicas > 1:
         gone = parts + apart if b.ranks > 1 else 0  # once the reduced shard is there
         summing = max(summing, _across(shard, reduces, b.dtype, replicas, b.ranks > 1, cpu) - gone)
@@ -241,6 +245,7 @@ def _buffer(plan: Plan, b: Bucket, precision: Any, cpu: bool) -> Buffer:
         trains=b.trains,
         leaves=b.elements * gathers.itemsize,
         largest=max((leaf.size for leaf in b.leaves), default=0) * gathers.itemsize,
+        sent=sent,
         apart=apart,
         parts=parts,
         summing=summing,

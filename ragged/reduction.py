@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ragged.chunks import split_chunks
 from ragged.collectives import Done, Group, Pending, all_reduce, reduce_scatter, tags
 from ragged.layout import Bucket, axis_size
 from ragged.mesh import Comm
@@ -53,19 +54,26 @@ def reduction(
 
 
 def reduce_buffer(
-    full: Tensor, bucket: Bucket, comm: Comm, how: Reduction, dtype: torch.dtype | None = None
+    full: Tensor | Sequence[Tensor], bucket: Bucket, comm: Comm, how: Reduction, dtype: torch.dtype | None = None
 ) -> Pending:
     """Start reducing a bucket's global buffer of contributions to this rank's shard of the result.
 
     Args:
+      full: the buffer, or its parts (`bucket.chunks`), 1-D.
       dtype: of the result, if not that of the contributions, in which everything travels.
     """
-    dtype = full.dtype if dtype is None else dtype
-    if full.dtype == torch.float16 and how.divisor > 1:  # a sum of fp16 may be infinite where the mean isn't
-        full, how = full.div_(how.divisor), Reduction(how.across, 1)
+    ragged = comm.group(bucket.ragged)
+    if isinstance(full, Tensor):
+        apart = ragged.size > 1 and full.device.type == "cpu"
+        parts: Sequence[Tensor] = split_chunks(full, bucket) if apart else [full]
+    else:
+        parts = full
+    dtype = parts[0].dtype if dtype is None else dtype
+    if parts[0].dtype == torch.float16 and how.divisor > 1:  # a sum of fp16 may be infinite where the mean isn't
+        parts, how = [x.div_(how.divisor) for x in parts], Reduction(how.across, 1)
     sizes = bucket.bounds.sizes if bucket.bounds.explicit else None
     group = comm.group(how.across)
-    scattered = reduce_scatter(full, comm.group(bucket.ragged), sizes, dtype if group.size == 1 else None)
+    scattered = reduce_scatter(parts, ragged, sizes, dtype if group.size == 1 else None)
     if group.size == 1 and how.divisor == 1:
         return scattered
     return _Rest(scattered, group, how.divisor, dtype)

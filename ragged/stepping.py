@@ -18,7 +18,8 @@ class Buffer:
       name: the bucket's; `unit`: that of its unit.
       nbytes: of its full parameters; `full`: what these take, nothing where the shard is all of them.
       trains: it has gradients.
-      leaves: gradients of its leaves, as separate tensors; `largest`: of one of them.
+      leaves: gradients of its leaves, as separate tensors; `largest`: of one of them; `sent`: of those that are sent
+        from where they are, until they have arrived.
       apart: contributions to the reduction, where they don't lie on the storage of the full parameters.
       parts: what arrives from other ranks.
       summing: the most that is needed beside them to sum them up, the result included.
@@ -33,6 +34,7 @@ class Buffer:
     trains: bool
     leaves: int
     largest: int
+    sent: int
     apart: int
     parts: int
     summing: int
@@ -193,14 +195,15 @@ def _backward(
         for part in ("parts", "contributions"):
             live.drop(_WIRE, (part, b.name))
         live.drop(_FULL, b.name)
+        live.drop(_LEAVES, b.name)
         flying.popleft()
 
     def collect(b: Buffer) -> None:
-        """All gradients of a bucket are there: they are copied next to each other and sent."""
+        """All gradients of a bucket are there: small ones are copied next to each other, and all are sent."""
         what = f"reduce of {b.name}"
         live.put(_WIRE, ("contributions", b.name), b.apart)
         live.note(what, _WIRE)
-        if b.apart:
+        if b.apart or b.sent:
             live.drop(_FULL, b.name)
         reduced.add(b.name)
         while flying and flying[0].unit != b.unit:
@@ -210,7 +213,7 @@ def _backward(
         live.put(_WIRE, ("parts", b.name), b.parts)
         flying.append(b)
         live.note(what, _WIRE)
-        live.drop(_LEAVES, b.name)
+        live.put(_LEAVES, b.name, b.sent)
 
     for i in reversed(range(len(calls))):
         if i + 1 < len(calls):
