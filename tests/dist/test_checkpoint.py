@@ -154,13 +154,19 @@ def test_training_goes_on_on_other_ranks(run: Any, ranks: int, tmp_path: Path) -
 def doubled(folder: str) -> None:
     """Equal damage of two replicas must not add up to nothing, as a change of a word's top bit would."""
     mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
-    trees = {"cut": shard({"x": torch.ones(8)}, mesh, P(ragged="fsdp")), "kept": shard({"x": torch.ones(8)}, mesh, None)}
+    trees = {
+        "cut": shard({"x": torch.ones(8)}, mesh, P(ragged="fsdp")),
+        "kept": shard({"x": torch.ones(8)}, mesh, None),
+    }
     checkpoint.save(folder, {**trees, "plain": torch.ones(8)})
 
 
 def refused(folder: str, name: str) -> None:
     mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
-    trees = {"cut": shard({"x": torch.ones(8)}, mesh, P(ragged="fsdp")), "kept": shard({"x": torch.ones(8)}, mesh, None)}
+    trees = {
+        "cut": shard({"x": torch.ones(8)}, mesh, P(ragged="fsdp")),
+        "kept": shard({"x": torch.ones(8)}, mesh, None),
+    }
     with pytest.raises(ValueError, match=rf"{name}\.safetensors is damaged: the checksum of"):
         checkpoint.load(folder, {**trees, "plain": torch.ones(8)})
 

@@ -66,7 +66,7 @@ def as_in_torchs_example(api: Any) -> nn.Module:
 
 
 def as_in_torchtitan(api: Any) -> nn.Module:
-    """torchtitan: bf16 with fp32 reductions, meta device, a mesh, a policy, the last layer not resharded, to_empty and initializers."""
+    """torchtitan: bf16, fp32 sums, meta device, a mesh, a policy, the last layer kept, to_empty and initializers."""
     with torch.device("meta"):
         module = Model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))

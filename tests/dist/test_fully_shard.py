@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,14 +13,9 @@ from fsdp import (
     MixedPrecision,
     ShardedLeaf,
     ShardedModule,
-    as_torch_optimizer,
-    full_parameters,
     fully_shard,
-    functionalize,
-    value_and_grad,
 )
-from optim import adamw, adamw8bit, chain, clip_by_global_norm, inject_hyperparams, make_step, muon, partition
-from ragged import P, collectives, make_mesh, rules, shard, unshard
+from ragged import collectives
 from tests.sharded_modules import batch, differ, loss_of, mesh, mine, model, sharded
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +125,7 @@ def test_modes_buffers_and_plain_trees() -> None:
     assert after["1"]["num_batches_tracked"] == 1
     assert buffers["1"]["num_batches_tracked"] == 1  # the module's own, which has run by now
     torch.testing.assert_close(after["1"]["running_mean"], module[1].running_mean)
-    loss, grads = value_and_grad(lambda p: apply(p, buffers, x)[0].sum())(params)
+    _, grads = value_and_grad(lambda p: apply(p, buffers, x)[0].sum())(params)
     assert grads["0"]["weight"].shape == (4, 4)
 
 
@@ -135,7 +133,7 @@ def test_another_run_before_backward() -> None:
     """A reference model without gradients, between a forward with checkpoints and its backward."""
     module, loss_of = net(remat=True)
     apply, params, buffers = functionalize(module)
-    other = {k: v for k, v in functionalize(Net())[1].items()}
+    other = dict(functionalize(Net())[1])
     batch = tokens(0, 1, 0)
     before = value_and_grad(lambda p: loss_of(apply(p, buffers, batch)[0], batch))(params)
 

@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import ShardedLeaf, as_torch_optimizer, full_parameters, fully_shard, functionalize, parameter_trees, value_and_grad
+from fsdp import (
+    ShardedLeaf,
+    as_torch_optimizer,
+    full_parameters,
+    fully_shard,
+    functionalize,
+    parameter_trees,
+    value_and_grad,
+)
 from optim import adamw, clip_by_global_norm, global_norm, make_step
 from ragged import P, checkpoint, make_mesh, plan, shard, unshard
 from ragged.tree import sharded_trees

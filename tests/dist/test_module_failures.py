@@ -1,9 +1,7 @@
-"""What a failed pass, or a rank that lacks something, leaves behind in sharded modules: nothing, and no rank waiting."""
+"""What a failed pass, or a rank that lacks something, leaves in sharded modules: nothing, and no rank waiting."""
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from fsdp import ShardedLeaf, fully_shard
-from fsdp.module_steps import ModuleStep
-from ragged import P, make_mesh, rules
+from fsdp import fully_shard
+from ragged import make_mesh
 from tests.module_pairs import Two, batch, pair, same_grads
 
 

@@ -9,13 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import (
-    MixedPrecision,
-    ShardedLeaf,
-    ShardedModule,
     as_torch_optimizer,
     full_parameters,
     fully_shard,
@@ -23,9 +19,8 @@ from fsdp import (
     value_and_grad,
 )
 from optim import adamw, adamw8bit, chain, clip_by_global_norm, inject_hyperparams, make_step, muon, partition
-from ragged import P, collectives, make_mesh, rules, shard, unshard
+from ragged import P, collectives, rules, shard, unshard
 from tests.sharded_modules import batch, differ, loss_of, mesh, mine, model, sharded
-
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),

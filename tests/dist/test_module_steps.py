@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import ShardedLeaf, fully_shard
 from fsdp.module_steps import ModuleStep
-from ragged import P, make_mesh, rules
+from ragged import make_mesh
 from tests.module_pairs import Two, batch, pair, same_grads
 
 
@@ -188,7 +187,14 @@ def refuses() -> list[str]:
 
 
 def test_what_is_refused(run: Any) -> None:
-    words = ["changed between", "'a.weight' was replaced", "'b.bias' was replaced or removed", "create_graph", "assign", ".data"]
+    words = [
+        "changed between",
+        "'a.weight' was replaced",
+        "'b.bias' was replaced or removed",
+        "create_graph",
+        "assign",
+        ".data",
+    ]
     for said in run(2, refuses):
         for word, text in zip(words, said, strict=True):
             assert word in text

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fsdp import ShardedLeaf, fully_shard
-from fsdp.module_steps import ModuleStep
 from ragged import P, make_mesh, rules
 from tests.module_pairs import Two, batch, pair, same_grads
 

@@ -29,7 +29,8 @@ def stepped(spec: Any, reshard: Any, sync: str) -> tuple[Any, Counter[str], int]
     """Gradients of a known step, its messages, and bytes of a rank's parameters and optimizer state."""
     draws = torch.Generator().manual_seed(0)
     layers = [
-        {"w": torch.randn(128, 128, generator=draws) / 12, "b": torch.randn(128, generator=draws)} for _ in range(LAYERS)
+        {"w": torch.randn(128, 128, generator=draws) / 12, "b": torch.randn(128, generator=draws)}
+        for _ in range(LAYERS)
     ]
     params = shard({"layers": layers}, make_mesh((-1,), ("fsdp",), device_type="cpu"), spec, units=["layers.*"])
     layer = gathered(block, reshard_after_forward=reshard)
