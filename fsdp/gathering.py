@@ -59,7 +59,8 @@ def gathered(
     Args:
       reshard_after_forward: False keeps the full parameters until backward: more memory, one
         gather less. A number of bytes keeps those of the last units that fit into it, which backward needs first.
-        The unit that was used last always stays.
+        The unit that was used last always stays. What stays is freed all the same, from the second step on, if
+        nothing refers to it after forward: an embedding, kept, costs one gather and no memory.
       remat: recompute the activations of `fn` in backward instead of keeping them (`torch.utils.checkpoint`). The
         parameters are gathered for backward anyway, so this takes no further gather.
       precision: a `MixedPrecision`: dtypes of full parameters, of gradients on the wire, and of the result. None

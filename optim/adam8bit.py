@@ -15,6 +15,7 @@ from optim.base import EmptyState, GradientTransformation, is_sharded, refuse
 from optim.blockwise import CHUNK, check_blocking, regions
 from optim.bytes_state import Blockwise, Part, parts, zeros
 from optim.codes import decode_root, decode_signed, encode_root, encode_signed
+from optim.codes_compiled import LANES, step_blocks
 from optim.scaling import ScaleByScheduleState, new_count
 from optim.schedules import Schedule
 from ragged import ShardedTree
@@ -55,6 +56,7 @@ def adamw8bit(
     mask: Any = None,
     block: int | tuple[int, int] = 256,
     min_size: int = 4096,
+    compile: bool = False,
 ) -> GradientTransformation:
     """AdamW with both moments in one byte per element and one fp32 scale per block.
 
@@ -68,13 +70,18 @@ def adamw8bit(
       block: elements of a block, or the sides of tiles over the last two dims. Blocks at the end of a leaf
         are shorter. With tiles, a leaf of less than two dims has flat blocks of as many elements.
       min_size: leaves of fewer elements (global) keep fp32 moments.
+      compile: whole blocks as one kernel of `torch.compile`, some 2.5 times as fast on a CPU, where it needs a C++
+        compiler: torch raises its own error at the first step if there is none. Blocks are flat, of a multiple of
+        8 elements. The first step takes some 10 to 20 seconds more, and as many again if leaves differ in size.
+        The bits are the same on any mesh (checked on CPUs), but not those without `compile`: square roots round
+        otherwise.
 
     Returns:
       A transformation with a state of three parts, as `adamw`; the first is a `ScaleByAdam8bitState`.
 
     Raises:
-      ValueError: an argument out of range; at `init`: integer, bool or complex leaves, by path, and a
-        plan or an even cut that goes through a block.
+      ValueError: an argument out of range, or blocks that don't compile; at `init`: integer, bool or complex
+        leaves, by path, and a plan or an even cut that goes through a block.
 
     Example:
       >>> import torch
@@ -88,6 +95,11 @@ def adamw8bit(
     """
     scale_by_adam(b1, b2, eps)  # checks the numbers
     blocking = check_blocking(block, min_size)
+    if compile and (isinstance(block, tuple) or block % LANES):
+        raise ValueError(
+            f"block={block!r}: compile=True needs flat blocks of a multiple of {LANES} elements, such as block=256; "
+            f"for other blocks leave it out"
+        )
 
     def init_fn(params: Any) -> tuple[Any, ...]:
         refuse(params, "adamw8bit")
@@ -111,7 +123,7 @@ def adamw8bit(
             (-rate * weight_decay).float() if weight_decay else None,
         )
         for part in parts(params, grads, target, adam.mu, adam.nu, blocking, mask):
-            _segment(part, numbers, sink)
+            _segment(_compiled(part, numbers, sink) if compile else part, numbers, sink)
         if callable(learning_rate):
             last = ScaleByScheduleState(last.count + 1)
         return ScaleByAdam8bitState(count, _kept(adam.mu), _kept(adam.nu)), middle, last
@@ -154,6 +166,30 @@ def _fresh(tree: ShardedTree) -> ShardedTree:
     return zero_padding(tree.with_tensors(tree.tensors, scope=tree.scope))
 
 
+def _compiled(part: Part, numbers: _Numbers, sink: _Sink) -> Part:
+    """Step a part's whole blocks by the compiled kernel; what remains is the rest of it."""
+    block = part.grid.flat if part.grid else 0
+    blocks = part.g.numel() // block if block else 0
+    if not blocks:
+        return part
+    one, two = _units(numbers)
+    whole = blocks * block
+    codes_mu, scales_mu, codes_nu, scales_nu = part.moments
+    cut = [(part.p, whole), (part.g, whole), (part.target, whole)]
+    cut += [(codes_mu, whole), (scales_mu, blocks), (codes_nu, whole), (scales_nu, blocks)]
+    p, g, target, *moments = (x[:n] for x, n in cut)
+    decay = numbers.decay if part.decays and numbers.decay is not None else torch.zeros_like(numbers.eps)
+    given = numbers.eps / two, numbers.size * (one / two), decay
+    step_blocks(block, (numbers.b1, numbers.b2), p, g, None if sink is _add else target, tuple(moments), given)
+    p, g, target, *moments = (x[n:] for x, n in cut)
+    return part._replace(p=p, g=g, target=target, moments=tuple(moments))
+
+
+def _units(numbers: _Numbers) -> tuple[float, float]:
+    """What a gradient is multiplied by where it enters the moments, and the root of the second."""
+    return 1 - numbers.b1, math.sqrt(1 - numbers.b2)
+
+
 def _segment(part: Part, numbers: _Numbers, sink: _Sink) -> None:
     decay = numbers.decay if part.decays else None
     if part.grid is None:
@@ -174,7 +210,7 @@ def _segment(part: Part, numbers: _Numbers, sink: _Sink) -> None:
             memory = torch.empty((4, g.numel()), device=g.device)
         m, root, spare, other = (x[: g.numel()].view(g.shape) for x in memory)
         # In units in which a gradient enters both moments as it is: what the units are is left to the scales.
-        one, two = 1 - numbers.b1, math.sqrt(1 - numbers.b2)
+        one, two = _units(numbers)
         g, p = g.to(torch.float32), p.to(torch.float32)
         decode_signed(mu, mu_scales, m, spare, numbers.b1 / one).add_(g)
         decode_root(nu, nu_scales, root, math.sqrt(numbers.b2) / two).mul_(root)

@@ -2,8 +2,10 @@
 
 Both maps send byte 0 to exactly 0 and the largest code to the scale, which is the largest magnitude of the block;
 magnitudes below 2^-100 count as zero. The second moment is coded by its square root, which is what divides.
-The maps use additions, products, quotients and square roots only, which hardware rounds the same way wherever an
-element lies in a vector: so codes don't depend on how a buffer is cut. They work in memory that is given to them.
+The maps use additions, products, quotients and square roots only, which are rounded the same way wherever an element
+lies in a vector: so codes don't depend on how a buffer is cut. Hardware rounds all four correctly, but torch's eager
+square root on the CPU is MKL's, which doesn't, though it is the same at any place. The compiled one, codes_compiled.py,
+is the hardware's, so that the two differ by roundings. The maps work in memory that is given to them.
 """
 
 from __future__ import annotations
@@ -11,14 +13,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["decode_root", "decode_signed", "encode_root", "encode_signed"]
+__all__ = ["BEND", "LEAST", "MOST", "TOP", "TOP_ROOT", "decode_root", "decode_signed", "encode_root", "encode_signed"]
 
-# Signed: with z = (c / 127)^2, the value is z^2 / (K + (1 - K) z): like z near 1, so that steps are fine where most
-# elements of an even block lie, and like z^2 / K near 0, so that small ones of an uneven block are not lost.
-_K = 1 / 64
-_TOP = 127**2
-_TOP_ROOT = 255**2
-_LEAST, _MOST = 2.0**-100, torch.finfo(torch.float32).max
+# Signed: with z = (c / 127)^2 and K = BEND, the value is z^2 / (K + (1 - K) z): like z near 1, so that steps are fine
+# where most elements of an even block lie, and like z^2 / K near 0, so that small ones of an uneven block are not lost.
+BEND = 1 / 64
+TOP = 127**2
+TOP_ROOT = 255**2
+LEAST, MOST = 2.0**-100, torch.finfo(torch.float32).max
 
 
 def decode_signed(codes: Tensor, scales: Tensor, out: Tensor, spare: Tensor, factor: float = 1.0) -> Tensor:
@@ -38,7 +40,7 @@ def decode_signed(codes: Tensor, scales: Tensor, out: Tensor, spare: Tensor, fac
     out.copy_(codes.view(torch.int8))
     torch.abs(out, out=spare)
     out.mul_(spare).mul_(spare.mul_(spare))
-    return out.div_(spare.add_(_TOP * _K / (1 - _K))).mul_(scales * (factor / (_TOP * (1 - _K))))
+    return out.div_(spare.add_(TOP * BEND / (1 - BEND))).mul_(scales * (factor / (TOP * (1 - BEND))))
 
 
 def encode_signed(
@@ -56,8 +58,8 @@ def encode_signed(
     """
     torch.abs(x, out=spare)
     divisor = _scale(spare, dims, scales, factor)
-    b = spare.div_(divisor.mul_(2 / (_TOP * (1 - _K))))
-    z = torch.add(b, 2 * _K * _TOP / (1 - _K), out=other).mul_(b).sqrt_().add_(b)
+    b = spare.div_(divisor.mul_(2 / (TOP * (1 - BEND))))
+    z = torch.add(b, 2 * BEND * TOP / (1 - BEND), out=other).mul_(b).sqrt_().add_(b)
     codes.view(torch.int8).copy_(z.sqrt_().round_().copysign_(x))
 
 
@@ -74,7 +76,7 @@ def decode_root(codes: Tensor, scales: Tensor, out: Tensor, factor: float = 1.0)
       >>> decode_root(torch.tensor([0, 255], dtype=torch.uint8), torch.tensor([3.0]), torch.empty(2)).tolist()
       [0.0, 3.0]
     """
-    return out.copy_(codes).mul_(out).mul_(scales * (factor / _TOP_ROOT))
+    return out.copy_(codes).mul_(out).mul_(scales * (factor / TOP_ROOT))
 
 
 def encode_root(
@@ -84,7 +86,7 @@ def encode_root(
 
     What isn't zero in a block doesn't become zero: it is a divisor.
     """
-    c = x.div_(_scale(x, dims, scales, factor).div_(_TOP_ROOT)).sqrt_()
+    c = x.div_(_scale(x, dims, scales, factor).div_(TOP_ROOT)).sqrt_()
     torch.sign(c, out=spare)
     torch.maximum(c.round_(), spare, out=c)
     codes.copy_(spare.view(torch.int32).copy_(c))  # by int32, a much faster way to bytes
@@ -93,5 +95,5 @@ def encode_root(
 def _scale(size: Tensor, dims: tuple[int, ...], scales: Tensor, factor: float) -> Tensor:
     """Write the scales of blocks, and return what to divide by."""
     most = size.amax(dims, keepdim=True)
-    scales.copy_(torch.threshold(most, _LEAST, 0.0).mul_(factor))  # NaN stays
-    return most.clamp_(_LEAST, _MOST)
+    scales.copy_(torch.threshold(most, LEAST, 0.0).mul_(factor))  # NaN stays
+    return most.clamp_(LEAST, MOST)
