@@ -15,9 +15,10 @@ from fsdp.ending import Averaging, as_axes, end_step
 from fsdp.precision import MixedPrecision, as_precision
 from fsdp.schedule import Recorder, Schedule
 from fsdp.step import Step, is_sharded
-from fsdp.tracing import collected, default_data_axes, detached, explained, frozen_pieces, leaf, same_start, trace
+from fsdp.tracing import collected, detached, explained, frozen_pieces, leaf, same_start, trace
 from ragged.layout import Bucket
 from ragged.mesh import Comm
+from ragged.reduction import default_data_axes
 from ragged.tree import ShardedTree, sharded_trees
 
 __all__ = ["ValueAndGrad", "value_and_grad"]
@@ -209,7 +210,7 @@ class ValueAndGrad:
         same_start(trees, learns, schedule, sums.token, comm, error)
         recorder = Recorder(schedule, comm)
         guessed = self.data_axes is None
-        data_axes = default_data_axes(_buckets(trees), comm) if self.data_axes is None else self.data_axes
+        data_axes = default_data_axes(_buckets(trees), comm.axes) if self.data_axes is None else self.data_axes
         over = Averaging(comm, data_axes, guessed, self.sum_axes, self.op)
         step = Step(comm, schedule, recorder, over.how, self.precision, sums.carry)
         try:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fsdp.full import Full, Kept
-from fsdp.schedule import AHEAD, Event, Recorder
+from fsdp.schedule import Event, Recorder
+from ragged.ahead import AHEAD
 from ragged.collectives import Pending, all_reduce
 from ragged.layout import Bucket
 from ragged.mesh import Comm

@@ -14,11 +14,7 @@ from ragged.agree import agree
 from ragged.layout import Bucket
 from ragged.mesh import Comm
 
-__all__ = ["AHEAD", "Event", "Recorder", "Schedule"]
-
-# Bytes of full buffers up to which gathers run ahead of their use, and reductions stay in flight, beyond those of one
-# unit: what small units wait for is not bandwidth but the time that a message takes to arrive.
-AHEAD = 2 << 20
+__all__ = ["Event", "Recorder", "Schedule"]
 
 
 class Event(NamedTuple):

@@ -17,11 +17,11 @@ from fsdp.leaves import ShardedLeaf, Whereabouts
 from fsdp.precision import as_precision
 from fsdp.reducing import Held
 from fsdp.root import Root
-from fsdp.tracing import default_data_axes
 from fsdp.unit_options import options_by_unit
 from ragged import P, ShardedTree, make_mesh, plan, shard, unshard
 from ragged.agree import agree
 from ragged.plans import Plan
+from ragged.reduction import default_data_axes
 from ragged.selection import whole
 from ragged.sharding import mesh_facts
 
@@ -273,7 +273,7 @@ def _tie(module: nn.Module) -> None:
 
 def _averaging(layout: Plan, data_axes: str | Sequence[str] | None, sum_axes: str | Sequence[str]) -> Averaging:
     comm = layout.bound()
-    data = default_data_axes(layout.buckets, comm) if data_axes is None else as_axes(data_axes)
+    data = default_data_axes(layout.buckets, comm.axes) if data_axes is None else as_axes(data_axes)
     unknown = [a for a in (*data, *as_axes(sum_axes)) if a not in comm.axes]
     left = [a for a in comm.axes if a not in data and comm.axes[a] > 1]
     if unknown:

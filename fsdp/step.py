@@ -11,13 +11,13 @@ import optree
 import torch
 from torch import Tensor
 
-from fsdp.ahead import Ahead
 from fsdp.buckets import Buckets
 from fsdp.full import Full
 from fsdp.outputs import check_outputs, nodes_of
 from fsdp.precision import MixedPrecision
 from fsdp.reducing import Carry, Reducer
 from fsdp.schedule import Event, Recorder, Schedule
+from ragged.ahead import Ahead
 from ragged.buffer import compare
 from ragged.layout import Bucket
 from ragged.mesh import Comm

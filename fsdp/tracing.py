@@ -19,7 +19,6 @@ from ragged.tree import ShardedTree, sharded_trees
 __all__ = [
     "Found",
     "collected",
-    "default_data_axes",
     "detached",
     "explained",
     "frozen_pieces",
@@ -123,13 +122,6 @@ def _traced(tensor: Tensor, bucket: Bucket, learns: bool) -> Tensor:
             "leaves into a tree of their own, or plan with frozen="
         )
     return tensor.detach().requires_grad_(learns and not bucket.frozen)
-
-
-def default_data_axes(buckets: Sequence[Bucket], comm: Comm) -> tuple[str, ...]:
-    """Axes that are ragged for some leaf, and axes that no leaf names."""
-    ragged = {a for b in buckets for a in b.ragged}
-    even = {a for b in buckets for a in b.even}
-    return tuple(a for a in comm.axes if a in ragged or a not in even)
 
 
 class Found(NamedTuple):

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import optree
 import torch
 
+from ragged.ahead import AHEAD
 from ragged.collectives import SMALL
 from ragged.layout import Bucket, axis_size
-from ragged.reduction import reduction
+from ragged.reduction import default_data_axes, reduction
 from ragged.report import MOMENTS, size, state_bytes, table
 from ragged.resolver import matches
 from ragged.stepping import Buffer, Call, Moment, play
@@ -86,7 +87,7 @@ def memory(
     reshard_after_forward: bool | int = True,
     precision: Any = None,
     donate: bool = True,
-    ahead: int = 2 << 20,
+    ahead: int = AHEAD,
     device_type: str | None = None,
 ) -> Memory:
     """See `Plan.memory`."""
@@ -217,7 +218,7 @@ def _buffer(plan: Plan, b: Bucket, precision: Any, cpu: bool) -> Buffer:
     shard, grad = b.shard, b.shard * b.dtype.itemsize
     nbytes = b.length * gathers.itemsize
     alone = b.ranks == 1 and gathers == b.dtype  # the shard is the full buffer
-    data = _data_axes(plan)
+    data = default_data_axes(plan.buckets, plan.axes)
     replicas = axis_size(plan.axes, reduction(b, plan.axes, data).across)
     parts = summing = 0
     if b.ranks == 1:
@@ -269,10 +270,3 @@ def _across(n: int, dtype: torch.dtype, to: torch.dtype, replicas: int, scattere
         return own + cast
     each = n if n * dtype.itemsize <= SMALL else -(-n // replicas)
     return own + max((replicas - 1) * each * dtype.itemsize + _summing(each, dtype, dtype), cast)
-
-
-def _data_axes(plan: Plan) -> tuple[str, ...]:
-    """As `value_and_grad` guesses them: axes that are ragged for some leaf, and axes that no leaf names."""
-    ragged = {a for b in plan.buckets for a in b.ragged}
-    even = {a for b in plan.buckets for a in b.even}
-    return tuple(a for a in plan.axes if a in ragged or a not in even)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import optree
 from torch.distributed.device_mesh import DeviceMesh
 
+from ragged.ahead import AHEAD
 from ragged.layout import Bucket, LeafInfo, Unit
 from ragged.mesh import Comm, mesh_axes
 from ragged.planner import PRICE
@@ -171,7 +172,7 @@ class Plan:
         reshard_after_forward: bool | int = True,
         precision: Any = None,
         donate: bool = True,
-        ahead: int = 2 << 20,
+        ahead: int = AHEAD,
         device_type: str | None = None,
     ) -> Memory:
         """The live bytes of one rank during a training step, and when they are the most: nothing is allocated.

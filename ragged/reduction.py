@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from ragged.collectives import Done, Group, Pending, all_reduce, reduce_scatter,
 from ragged.layout import Bucket, axis_size
 from ragged.mesh import Comm
 
-__all__ = ["Reduction", "reduce_buffer", "reduction"]
+__all__ = ["Reduction", "default_data_axes", "reduce_buffer", "reduction"]
 
 
 class Reduction(NamedTuple):
@@ -51,6 +51,14 @@ def reduction(
     if op == "mean":
         divisor *= math.prod(axes[a] for a in data_axes if a in axes)
     return Reduction(across, divisor)
+
+
+def default_data_axes(buckets: Iterable[Bucket], axes: Iterable[str]) -> tuple[str, ...]:
+    """Axes that are ragged for some leaf, and axes that no leaf names: along these ranks see different data."""
+    known = list(buckets)
+    ragged = {a for b in known for a in b.ragged}
+    even = {a for b in known for a in b.even}
+    return tuple(a for a in axes if a in ragged or a not in even)
 
 
 def reduce_buffer(

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ragged.ahead import Ahead
+
 __all__ = ["Buffer", "Call", "Moment", "play"]
 
 
@@ -123,22 +125,12 @@ def play(
             first.setdefault(name, i)
             last[name] = i
     learns = [any(buffers[b].trains for call in calls[: i + 1] for b in call.buckets) for i in range(len(calls))]
-    due = _due([_size(call, buffers) for call in calls], ahead)
-    _forward(live, buffers, calls, learns, last, budget, [range(0)] * len(calls) if lone else due)
+    runs = Ahead([_size(call, buffers) for call in calls], ahead)
+    due = [range(0) if lone else runs.due(turn) for turn in range(len(calls))]
+    _forward(live, buffers, calls, learns, last, budget, due)
     _backward(live, buffers, calls, learns, first, ahead)
     live.note("optimizer", "what the optimizer makes", update)
     return tuple(live.moments.values())
-
-
-def _due(sizes: Sequence[int], ahead: int) -> list[range]:
-    """The turns that are started when each one begins: the next, and more while all that is ahead is small."""
-    out, new = [], 0
-    for turn in range(len(sizes)):
-        begin = new = max(new, turn + 1)
-        while new < len(sizes) and (new == turn + 1 or sum(sizes[turn + 1 : new + 1]) <= ahead):
-            new += 1
-        out.append(range(begin, new))
-    return out
 
 
 def _size(call: Call, buffers: Mapping[str, Buffer]) -> int:
@@ -184,7 +176,8 @@ def _backward(
 ) -> None:
     """From the last call to the first: refill, start what comes next, reduce what is complete."""
     route = [i for i in reversed(range(len(calls))) if learns[i]]
-    due = dict(zip(route, _due([_size(calls[i], buffers) for i in route], ahead), strict=True))
+    runs = Ahead([_size(calls[i], buffers) for i in route], ahead)
+    due = {i: runs.due(turn) for turn, i in enumerate(route)}
     reduced: set[str] = set()
     flying: deque[Buffer] = deque()
 

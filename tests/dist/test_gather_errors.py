@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fsdp import fold, gathered, value_and_grad
 from fsdp.reducing import Reducer
-from fsdp.schedule import AHEAD
 from ragged import P, make_mesh, partition, rules, shard, unshard
+from ragged.ahead import AHEAD
 from tests.models import block, fallible, make_loss, make_params, tokens
 
 

@@ -209,7 +209,7 @@ def frozen_units(by_plan: bool, reshard: bool, trained_below: bool) -> tuple[lis
     for _ in range(3):
         storages.clear()
         full.clear()
-        with collectives.record() as events, mock.patch("fsdp.ahead.AHEAD", 0):  # as for large layers
+        with collectives.record() as events, mock.patch("ragged.ahead.AHEAD", 0):  # as for large layers
             _, grads = f(trained, rest, tokens())
     zero = [not t.any() for t, b in zip(grads.tensors, grads.plan.buckets, strict=False) if b.frozen]
     assert not any(s.nbytes() for s in storages.values())

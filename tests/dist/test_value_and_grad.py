@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp import fold, gathered, value_and_grad
-from fsdp.schedule import AHEAD
 from ragged import P, collectives, combine, make_mesh, partition, shard, tree_map, unshard
+from ragged.ahead import AHEAD
 from tests.models import block, make_loss, make_params, make_plan, tokens
 
 

@@ -11,11 +11,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import Footprint, MixedPrecision, footprint, gathered
-from fsdp.ahead import Ahead
-from fsdp.schedule import AHEAD
 from optim import adamw, identity, sgd
 from ragged import P, Plan, plan, rules
-from ragged.stepping import _due
+from ragged.ahead import AHEAD, Ahead
 
 F32, BF16 = torch.float32, torch.bfloat16
 KIB = 1024
@@ -94,10 +92,10 @@ def test_small_units_run_far_ahead() -> None:
     assert found["sum of layers.5"] == max(n for what, n in found.items() if what.startswith("sum"))
 
 
-def test_ahead_as_the_executor_does() -> None:
-    sizes = [AHEAD // 4, AHEAD // 2, AHEAD, 3, 5, AHEAD - 8, 7, 0, AHEAD * 2, 1]
-    ahead = Ahead(sizes)
-    assert _due(sizes, AHEAD) == [ahead.due(turn) for turn in range(len(sizes))]
+def test_gathers_run_ahead_by_bytes() -> None:
+    ahead = Ahead([8, 4, 16, 3, 5, 12, 7, 0, 32, 1], within=16)
+    due = [list(ahead.due(turn)) for turn in range(10)]
+    assert due == [[1], [2], [3, 4], [], [5], [6, 7], [], [8], [9], []]
     assert layers().memory() == layers().memory(ahead=AHEAD)
 
 
