@@ -54,7 +54,7 @@ class Full:
       uses: calls of gathered functions that hold it right now; `called`: whether there was one.
       budget: bytes up to which it stays filled after forward, beside what was used later.
       alone: this rank's shard is the full buffer, nothing is gathered.
-      sole: nothing is reduced either: leaves are views of the shard in autograd's sense, which sees to their gradients.
+      sole: nothing is reduced either; its gradients are collected, and that is all.
       lasting: it stays filled after its gradients, for the next micro-batch.
       reduced: its gradient is on the way, nothing will read the full parameters again.
       spare: it stays after forward, though backward can't read it (an embedding); `unread`: and so it was freed.
@@ -214,6 +214,7 @@ class Full:
 
     def find_spare(self) -> None:
         """See whether the next step can let go of what stays after forward in this one."""
+        self.spare = self.unread
         if self.filled and not self.alone and not self.lasting:
             copy = self.buffer.clone()
             self.spare = not self.held()
@@ -229,9 +230,7 @@ class Full:
         """Full leaves in the bucket's order; under grad mode the outputs of the step's one Gather node."""
         if not (torch.is_grad_enabled() and self.shard.requires_grad):
             return self._plain()
-        if self._outputs is None and self.sole:
-            self._outputs = tuple(full_views(self.shard, self.bucket).values())
-        elif self._outputs is None:
+        if self._outputs is None:
             self._outputs = _Gather.apply(self, step, self.shard)  # type: ignore[no-untyped-call]
         assert self._outputs is not None
         return self._outputs

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdp.ending import Averaging
+from fsdp.full import Full
 from fsdp.leaves import ShardedLeaf, Whereabouts
 from fsdp.reducing import flush
 from fsdp.rescue import take_part
@@ -53,6 +54,10 @@ class ModuleStep(Step):
         self.shards: list[list[Tensor]] = []
         self._pass = -1  # the graph task that is on
         self._forward_events = 0
+
+    def is_sole(self, full: Full) -> bool:
+        """Never: hooks on a module's calls say when a backward pass begins, and where it ends."""
+        return False
 
     def enter_pass(self) -> None:
         """Backward is here; the first time in a pass, find out whether it goes on to the parameters.
@@ -106,16 +111,11 @@ class ModuleStep(Step):
                 )
             return super().collect(full, grads)
 
-    def end(self, arrived: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """Backward has come to the parameters: gradients by bucket key, where they are reduced in this pass.
-
-        Args:
-          arrived: what came through autograd, of buckets that are whole on one rank.
-        """
+    def end(self) -> dict[str, Tensor]:
+        """Backward has come to the parameters: gradients by bucket key, where they are reduced in this pass."""
         recorder = self.recorder
         assert recorder is not None
         with self._told():
-            self.enter_pass()
             if torch._C._current_graph_task_id() != self._pass or not self.backward:
                 raise ValueError("backward reached the parameters of a sharded module without passing its outputs")
             self.finish()
@@ -130,10 +130,6 @@ class ModuleStep(Step):
             self.learnt(self.course(self._forward_events))
         self.ended = True
         grads, self.reducer.grads = self.reducer.grads, {}
-        for full in self.buckets:
-            if full.sole and full.called:
-                direct = self.reducer.direct(full.shard, full.bucket, arrived.get(full.key), False)
-                grads[full.key] = torch.zeros_like(full.local) if direct is None else direct
         return grads
 
     def fail(self, error: Exception) -> None:
@@ -177,22 +173,18 @@ class Begin(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        step: ModuleStep,
-        shards: Mapping[str, Tensor],
-        homes: Sequence[tuple[str, Whereabouts]],
-        *params: Tensor,
+        ctx: Any, step: ModuleStep, shards: Sequence[Tensor], homes: Sequence[tuple[str, Whereabouts]], *params: Tensor
     ) -> tuple[Tensor, ...]:
-        """`shards`: by bucket key; `homes`: the bucket keys and places of `params`."""
-        ctx.step, ctx.keys, ctx.homes = weakref.ref(step), tuple(shards), homes
+        """`homes`: the bucket keys and places of `params`."""
+        ctx.step, ctx.homes = weakref.ref(step), homes
         ctx.set_materialize_grads(False)
-        return tuple(x.detach() for x in shards.values())
+        return tuple(x.detach() for x in shards)
 
     @staticmethod
-    def backward(ctx: Any, *arrived: Tensor | None) -> Any:
+    def backward(ctx: Any, *_: Tensor | None) -> Any:
         step = ctx.step()
         assert step is not None
-        grads = step.end(dict(zip(ctx.keys, arrived, strict=True)))
+        grads = step.end()
         wanted = ctx.needs_input_grad[3:]
         out = [
             _run(grads.get(key), home) if need else None for (key, home), need in zip(ctx.homes, wanted, strict=True)

@@ -123,6 +123,12 @@ class Reducer:
         self._reduce_ready()
         return None
 
+    def take(self, full: Full, grads: tuple[Tensor | None, ...]) -> None:
+        """Gradients of a bucket for which nothing is sent are complete."""
+        assert self.how is not None
+        buffer, divisor = full.contributions(grads), self.how(full.bucket).divisor
+        self.grads[full.key] = buffer.div_(divisor) if divisor > 1 else buffer
+
     def _contributions(self, full: Full, grads: tuple[Tensor | None, ...] | None, lent: bool = False) -> _Ready:
         held = self.carry.held.pop(full.key, None)
         onto = None if held is None else held.buffer
@@ -247,7 +253,7 @@ class Reducer:
                 f"the loss uses local tensors of unit {bucket.unit!r} directly, and {how.across} holds replicas of "
                 "it; use it in a gathered function (for weight decay: in the optimizer)"
             )
-        return grad if grad is None or how.divisor == 1 else grad / how.divisor
+        return None if grad is None else grad / how.divisor
 
     def unfinished(self) -> list[Pending]:
         """Reductions that nobody waited for yet."""

@@ -129,12 +129,12 @@ class Root:
             for piece in tree.selection.pieces:
                 keys[id(piece.bucket)] = f"{_label(prefix)}{piece.bucket.name}"
         learning = {id(leaf.home.bucket) for leaf in wanted}
-        shards = {
-            keys[id(piece.bucket)]: tensor
+        shards = [
+            tensor
             for tree in self.trees
             for piece, tensor in zip(tree.selection.pieces, tree.tensors, strict=True)
             if id(piece.bucket) in learning
-        }
+        ]
         homes = [(keys[id(leaf.home.bucket)], leaf.home) for leaf in wanted]
         outputs = Begin.apply(step, shards, homes, *wanted) if wanted else ()  # type: ignore[no-untyped-call]
         step.begin = outputs[0].grad_fn if outputs else None

@@ -19,6 +19,7 @@ from fsdp.reducing import Carry, Reducer
 from fsdp.schedule import Event, Recorder, Schedule
 from ragged.ahead import Ahead
 from ragged.buffer import compare
+from ragged.chunks import address_of
 from ragged.layout import Bucket
 from ragged.mesh import Comm
 from ragged.reduction import Reduction
@@ -124,7 +125,8 @@ class Step:
                 "use the tree that was passed to value_and_grad"
             )
         precision = policy.precision or self.precision
-        fulls = list(dict.fromkeys(full for tree in trees for full in self.buckets.of(tree)))
+        of_trees = [self.buckets.of(tree) for tree in trees]
+        fulls = list(dict.fromkeys(full for of_tree in of_trees for full in of_tree))
         self._enter(fulls, precision)
         for full in fulls:
             full.uses += 1
@@ -132,7 +134,7 @@ class Step:
             full.lasting |= policy.budget == math.inf and not (self.carry.last or full.derived or full.alone)
         try:
             args, kwargs = precision.inputs((args, kwargs))
-            out = precision.outputs(fn(self._substitute(first), *args, **kwargs))
+            out = precision.outputs(fn(self._substitute(first, of_trees), *args, **kwargs))
         finally:
             for full in fulls:
                 full.uses -= 1
@@ -159,7 +161,7 @@ class Step:
         for full in fulls:
             full.prepare(precision.cast(full.local.dtype), self.carry.kept.get(full.key))
             full.called = True
-            full.sole = full.alone and full.reduces == full.local.dtype and self.reducer.spares(full)
+            full.sole = self.is_sole(full)
         if self.backward:  # recomputation inside a checkpoint
             self._revisit(fulls)
             return
@@ -188,6 +190,10 @@ class Step:
                 kept -= other.nbytes
             elif other.key in self._spare:
                 other.let_go()
+
+    def is_sole(self, full: Full) -> bool:
+        """Whether nothing is sent for a bucket, neither its parameters nor its gradients."""
+        return full.alone and not full.derived and full.reduces == full.local.dtype and self.reducer.spares(full)
 
     def _revisit(self, fulls: Sequence[Full]) -> None:
         for full in fulls:
@@ -234,11 +240,14 @@ class Step:
                 full.prepare(known or precision.cast(full.local.dtype), self.carry.kept.get(full.key))
         return ahead
 
-    def _substitute(self, first: Any) -> Any:
+    def _substitute(self, first: Any, of_trees: Sequence[Sequence[Full]]) -> Any:
+        """`first` with full leaves in place of its sharded trees, whose buckets are given in order."""
+        fulls = iter(of_trees)
+
         def full_tree(tree: Any) -> Any:
             if not isinstance(tree, ShardedTree):
                 return tree
-            leaves = [x for full in self.buckets.of(tree) for x in full.leaves(self)]
+            leaves = [x for full in next(fulls) for x in full.leaves(self)]
             return optree.tree_unflatten(tree.selection.structure, [leaves[i] for i in tree.selection.order])
 
         return full_tree(first) if is_sharded(first) else optree.tree_map(full_tree, first, is_leaf=is_sharded)
@@ -263,7 +272,7 @@ class Step:
         if self.backward:
             self._come_down(end)
         else:  # a gradient inside the loss, such as a penalty on it
-            fulls = self._fulls_of(end)
+            fulls = self._read_by(end)
             self._revisit(fulls)
             self._warm |= {full.key: full for full in fulls}
             if not torch.is_grad_enabled():
@@ -307,6 +316,10 @@ class Step:
                 f"gradients of unit {full.bucket.unit!r} arrive a second time; differentiate with respect to "
                 "parameters once per step, by value_and_grad alone"
             )
+        if full.sole:
+            full.reduced = True
+            self.reducer.take(full, grads)
+            return None
         if not full.unread:
             self._ensure([full])
         full.reduced = True
@@ -316,7 +329,7 @@ class Step:
         """Whether some gradient lies where parameters do: a backward may return what it saved."""
         homes = self.buckets if full.bucket.parted else (full,)
         addresses = {home.address for home in homes} - {0}
-        return any(g is not None and g.untyped_storage().data_ptr() in addresses for g in grads)
+        return any(address_of(g) in addresses for g in grads)
 
     def finish(self) -> None:
         """After backward: visit what is left, zeros for what got no gradient, and the last reduce."""

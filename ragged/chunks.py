@@ -7,13 +7,14 @@ rank has its gradients apart or next to each other.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ragged.layout import Bucket, Chunk
 
-__all__ = ["in_chunks", "split_chunks"]
+__all__ = ["address_of", "in_chunks", "split_chunks"]
 
 
 def split_chunks(full: Tensor, bucket: Bucket) -> Sequence[Tensor]:
@@ -30,10 +31,28 @@ def in_chunks(values: Sequence[Tensor | None], bucket: Bucket, dtype: torch.dtyp
       1-D tensors of the dtype; None if there are no large leaves, or one of those isn't plain memory of the dtype.
     """
     large = [values[c.leaf] for c in bucket.chunks if c.leaf is not None]
-    if not large or any(x is None or x.dtype != dtype or not x.is_contiguous() for x in large):
+    if not large or any(x is None or x.dtype != dtype or not _is_plain(x) or not _unshared(x) for x in large):
         return None
     given = iter(large)
     return [_pack(c, values, bucket, large[0]) if c.leaf is None else _flat(next(given)) for c in bucket.chunks]
+
+
+def address_of(x: Tensor | None) -> int:
+    """Where a tensor's storage lies; 0 for None, and for what has others inside, or none."""
+    strided = x is not None and type(x) is Tensor and x.layout == torch.strided
+    return x.untyped_storage().data_ptr() if x is not None and strided else 0
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether a tensor's values lie in its own memory as they are, one after the other."""
+    lazy = x.is_conj() or x.is_neg() or x.is_inference()
+    return type(x) is Tensor and x.layout == torch.strided and not lazy and x.is_contiguous()
+
+
+def _unshared(x: Tensor) -> bool:
+    """Whether autograd holds a gradient for nobody else, who might change it in place: a hook, for one."""
+    found: Any = x
+    return bool(found._use_count() == 1)  # torch has no public name for it
 
 
 def _flat(x: Tensor | None) -> Tensor:

@@ -76,6 +76,11 @@ class Selection:
         return all(piece.whole for piece in self.pieces)
 
     @cached_property
+    def index(self) -> dict[tuple[int, int, int], int]:
+        """The index of a piece by its bucket and borders."""
+        return {(piece.bucket.index, piece.start, piece.stop): i for i, piece in enumerate(self.pieces)}
+
+    @cached_property
     def order(self) -> list[int]:
         """The place of each path among all leaves of its buckets, in buffer order."""
         leaves = [leaf.path for piece in self.pieces for leaf in piece.bucket.leaves]

@@ -179,11 +179,12 @@ class ShardedTree:
         out, i = [], 0
         mine, tensors = self.selection.pieces, self.tensors
         for piece in selection.pieces:
+            known = self.selection.index.get((piece.bucket.index, piece.start, piece.stop))
+            if known is not None:
+                out.append(tensors[known])
+                continue
             while mine[i].bucket.index < piece.bucket.index or mine[i].stop < piece.stop:
                 i += 1
-            if mine[i] == piece:
-                out.append(tensors[i])
-                continue
             rank = comm.rank(piece.bucket.ragged)
             start, stop = piece.local(rank)
             first = mine[i].local(rank)[0]

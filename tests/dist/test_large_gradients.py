@@ -167,3 +167,52 @@ def lent() -> None:
 
 def test_a_gradient_that_is_a_parameter(run: Any) -> None:
     run(2, lent)
+
+
+class _Unversioned(torch.autograd.Function):
+    """w.sum(), with a gradient that was computed in inference mode."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Any) -> Any:
+        ctx.shape = w.shape
+        return w.sum()
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        with torch.inference_mode():
+            return torch.ones(ctx.shape) * 2
+
+
+def added(p: Any, x: Any) -> Any:
+    """Autograd has one tensor for the gradients of both, and the hook changes it when the one is on its way."""
+    y = x.tanh()
+    y.register_hook(lambda g: g.clamp_(-0.5, 0.5))
+    return (y + p["w"]).square().sum()
+
+
+KINDS: dict[str, tuple[torch.dtype, Any]] = {
+    "lazily conjugate": (torch.complex64, lambda p, x: torch.view_as_real(p["w"].conj() * (1 + 2j)).sum()),
+    "computed in inference mode": (F32, lambda p, x: _Unversioned.apply(p["w"])),  # type: ignore[no-untyped-call]
+    "shared with an activation": (F32, added),
+    "transposed": (F32, lambda p, x: (p["w"].t() * x).sum()),
+    "expanded": (F32, lambda p, x: p["w"].sum()),
+}
+
+
+def of_kind(kind: str) -> None:
+    dtype, loss = KINDS[kind]
+    mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
+    full = {"w": torch.randn(512, 512, dtype=dtype, generator=torch.Generator().manual_seed(0))}
+    params = shard(full, mesh, P(ragged="fsdp"))
+    x = torch.arange(512.0 * 512).view(512, 512).requires_grad_()
+    f = value_and_grad(gathered(loss))
+    plain = {"w": full["w"].clone().requires_grad_()}
+    loss(plain, x).backward()
+    for _ in range(3):
+        assert torch.equal(unshard(f(params, x)[1])["w"], plain["w"].grad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [1, 2])
+def test_gradients_of_any_kind(run: Any, n: int, kind: str) -> None:
+    run(n, of_kind, kind)

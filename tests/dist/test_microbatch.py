@@ -49,6 +49,21 @@ def test_any_pattern_of_synchronisation_counts_each_part_once(run: Any, across: 
     run(2, patterns, across)
 
 
+def used_locally() -> None:
+    """One tensor is the gradient of both, and each sum is its own."""
+    where = make_mesh((-1,), ("fsdp",), device_type="cpu")
+    params = shard([{"w": torch.ones(6)}, {"w": torch.ones(6)}], where, P(ragged="fsdp"), units=["*"])
+    f = value_and_grad(lambda p, x: ((p.tensors[0] + p.tensors[1]) * x).sum(), op="sum")
+    for i in (1.0, 10.0):
+        f.accumulate(params, torch.full_like(params.tensors[0], i))
+    assert [x.tolist() for x in f.finish().tensors] == [[11.0] * len(x) for x in params.tensors]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_local_tensors_have_gradients_of_their_own(run: Any, n: int) -> None:
+    run(n, used_locally)
+
+
 def used_late() -> None:
     """MP-03: b in the second micro-batch only, c in none; in one unit with a, and in units of their own."""
     ones = {name: torch.ones(5) for name in "abc"}

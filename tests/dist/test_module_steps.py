@@ -148,9 +148,10 @@ def behaves(case: Callable[[Any, Any], None]) -> None:
         case(a, b)
 
 
+@pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_as_the_plain_module(run: Any, case: Callable[[Any, Any], None]) -> None:
-    run(2, behaves, case)
+def test_as_the_plain_module(run: Any, case: Callable[[Any, Any], None], n: int) -> None:
+    run(n, behaves, case)
 
 
 def refuses() -> list[str]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import fold, gathered, value_and_grad
-from ragged import collectives
+from ragged import collectives, unshard
 from tests.models import LAYERS, block, make_params, tokens
 
 STEPS = 4
@@ -103,3 +103,39 @@ def test_ranks_need_not_agree(run: Any) -> None:
     first, second, third = run(3, steps, on_rank_1, False, False)
     assert [freed for freed, _ in second] == [False] * 4
     assert [freed for freed, _ in first] == [freed for freed, _ in third] == [False, True, True, True]
+
+
+def unlike_the_first_step(what: str) -> list[bool]:
+    """Whether the memory of a kept embedding is gone before backward."""
+    params, gone, held = make_params(), [], []
+
+    def first(p: Any, x: Any) -> Any:
+        held[:] = [weakref.ref(p.untyped_storage())]
+        return x + p.sum()
+
+    embed, layer = gathered(first, reshard_after_forward=False), gathered(block)
+
+    def loss(params: Any, x: Any, penalty: bool) -> Any:
+        y = fold(layer, params["layers"], embed(params["embed"], x))
+        gone.append(held[0]() is None)
+        if what == "a unit comes twice":  # so the order is learnt once more
+            y = layer(params["layers"][0], y)
+        if penalty:
+            (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return y.sum() + g.square().sum()
+        return y.sum()
+
+    f = value_and_grad(loss)
+    x = torch.ones(4, 16, requires_grad=True)
+    for step in range(5):
+        penalty = what == "a late penalty" and step == 2
+        found, _ = f(params, x, penalty)
+        assert found.item() == pytest.approx(loss(unshard(params), x, penalty).item(), rel=1e-5)
+        gone.pop()
+    return gone
+
+
+@pytest.mark.parametrize("what", ["a late penalty", "a unit comes twice"])
+def test_steps_unlike_the_first(run: Any, what: str) -> None:
+    for gone in run(2, unlike_the_first_step, what):
+        assert gone == [False, True, True, True, True]

@@ -285,3 +285,18 @@ def test_the_next_layer_is_on_its_way_when_a_layer_runs(run: Any, steps: int) ->
 def test_small_layers_run_further_ahead_once_their_order_is_known(run: Any) -> None:
     for launched in run(2, prefetching, 3, AHEAD // 8):
         assert launched == [3, 4, 4, 4, -1, 2, 3, 4, 4]
+
+
+def renormed() -> None:
+    """Changed in place by the function itself, as `nn.Embedding(max_norm=)` does."""
+    table = torch.full((4, 3), 5.0)
+    params = shard({"t": table}, make_mesh((-1,), ("fsdp",), device_type="cpu"), P(ragged="fsdp"))
+    embed = gathered(lambda p, t: torch.nn.functional.embedding(t, p["t"], max_norm=1.0).sum())
+    loss, grads = value_and_grad(embed)(params, torch.tensor([0, 2, 2]))
+    assert loss.item() == pytest.approx(3 * 3**0.5, rel=1e-5)
+    assert unshard(grads)["t"].tolist() == [[1.0] * 3, [0.0] * 3, [2.0] * 3, [0.0] * 3]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_function_may_change_its_parameters(run: Any, n: int) -> None:
+    run(n, renormed)
