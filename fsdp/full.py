@@ -209,13 +209,13 @@ class Full:
 
     def let_go(self) -> None:
         """Free full parameters that stay after forward, if backward can't read them."""
-        if self.filled and not self.alone and not self.held():
+        if self.filled and not (self.alone or self.lasting) and not self.held():
             self.unread, self.filled = True, False
 
     def find_spare(self) -> None:
         """See whether the next step can let go of what stays after forward in this one."""
         self.spare = self.unread
-        if self.filled and not self.alone and not self.lasting:
+        if self.filled and not (self.alone or self.lasting):
             copy = self.buffer.clone()
             self.spare = not self.held()
             if self.spare:
