@@ -89,6 +89,13 @@ class CopyingFull(Full):
     def contributions(self, grads: Any, onto: Any = None, apart: bool = False) -> Tensor:
         return super().contributions(grads, onto, apart=True)
 
+    def in_place(self, grads: Any) -> None:
+        """Every gradient is copied."""
+
+    def held(self) -> bool:
+        """Nothing is let go: the leaves have storages of their own."""
+        return True
+
 
 def build(config: Config, params: Any, loss_fn: Any, layout: Plan, aligned: Plan | None = None) -> Step:
     """A training step; with `aligned` the optimizer works in that layout, and parameters go back."""
@@ -115,7 +122,7 @@ def build(config: Config, params: Any, loss_fn: Any, layout: Plan, aligned: Plan
 
 def systems(config: Config) -> dict[str, Callable[[], Step]]:
     mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
-    full, loss, tx = full_params(config), make_loss(config), adamw8bit(1e-4, block=(TILE, TILE))
+    full, loss, tx = full_params(config), make_loss(config, reshard_after_forward=True), adamw8bit(1e-4, block=(TILE, TILE))
     tiles = plan(full, mesh, ROWS, units=["layers.*"], optimizer=tx)
 
     def no_dbuffer() -> Step:

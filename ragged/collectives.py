@@ -212,8 +212,7 @@ def reduce_scatter(
             if piece.numel()
         ]
         return Pending(works, lambda: out.copy_(pieces[group.rank]).to(dtype))
-    own = _cut(parts, cuts)
-    collected, works = _collect(own, group)
+    collected, works = _collect(_cut(parts, cuts), group)
     if len(collected) == 1:
         return Pending(works, lambda: _in_order(collected[0], torch.add, dtype))
     return Pending(works, lambda: _sum_parts(collected, torch.empty(mine, dtype=dtype)))
