@@ -122,7 +122,8 @@ def build(config: Config, params: Any, loss_fn: Any, layout: Plan, aligned: Plan
 
 def systems(config: Config) -> dict[str, Callable[[], Step]]:
     mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
-    full, loss, tx = full_params(config), make_loss(config, reshard_after_forward=True), adamw8bit(1e-4, block=(TILE, TILE))
+    full, tx = full_params(config), adamw8bit(1e-4, block=(TILE, TILE))
+    loss = make_loss(config, reshard_after_forward=True)
     tiles = plan(full, mesh, ROWS, units=["layers.*"], optimizer=tx)
 
     def no_dbuffer() -> Step:

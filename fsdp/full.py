@@ -215,7 +215,7 @@ class Full:
     def find_spare(self) -> None:
         """See whether the next step can let go of what stays after forward in this one."""
         self.spare = self.unread
-        if self.filled and not (self.alone or self.lasting):
+        if self.filled and self.budget and not (self.alone or self.lasting):
             copy = self.buffer.clone()
             self.spare = not self.held()
             if self.spare:
