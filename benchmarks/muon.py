@@ -2,13 +2,16 @@
 
     python -m benchmarks.muon                       # a GPT's layers, d=512: 16.8M parameters per rank, 2 ranks
     python -m benchmarks.muon --ranks 4 --rounds 5
+    python -m benchmarks.muon --bf16 --d 256 --layers 2    # beside torch.optim.Muon too
 
 The bound does nothing but what can't be left out: Newton-Schulz on balanced roots, equal shapes as batches, and the
 bytes that our moves send, through two calls of `all_to_all_single` with equal pieces. The alternative is Muon as it
 is written over FSDP2's parameters: momentum on the local shards, `full_tensor()` of one parameter after the other,
-Newton-Schulz on every rank, a slice of the result. All use one Newton-Schulz in fp32. Every round runs all of them
-once in a shuffled order, equal on all ranks; the table has medians, the median of the ratios within a round, the
-collectives per step and the bytes that all ranks send.
+Newton-Schulz on every rank, a slice of the result. All use one Newton-Schulz in fp32. `torch.optim.Muon`, straight on
+FSDP2's DTensors, has its own and iterates in bf16 alone: with `--bf16` all of them do, and it takes part. (On a CPU
+without products in bf16 these are some fifty times as slow, so sizes must be small.) Every round runs all of them once
+in a shuffled order, equal on all ranks; the table has medians, the median of the ratios within a round, the collectives
+per step and the bytes that all ranks send.
 """
 
 from __future__ import annotations
@@ -43,9 +46,9 @@ def full_tree(d: int, layers: int) -> dict[str, dict[str, Tensor]]:
     return {f"layer{i}": {k: torch.randn(s, generator=draw) for k, s in shapes.items()} for i in range(layers)}
 
 
-def ours(full: Any, mesh: Any) -> Run:
+def ours(full: Any, mesh: Any, dtype: torch.dtype) -> Run:
     params = shard(full, mesh, P(ragged="fsdp"), units=["*"])
-    tx = optim.muon(RATE, MOMENTUM, weight_decay=DECAY, ns_dtype=torch.float32)
+    tx = optim.muon(RATE, MOMENTUM, weight_decay=DECAY, ns_dtype=dtype)
     held: list[Any] = [params, tx.init(params)]
     grads = params.with_tensors([x.cos() for x in params.tensors])
     step = optim.make_step(tx)
@@ -56,12 +59,12 @@ def ours(full: Any, mesh: Any) -> Run:
     return run
 
 
-def bound(full: Any, ranks: int, me: int, sent: int) -> Run:
+def bound(full: Any, ranks: int, me: int, sent: int, dtype: torch.dtype) -> Run:
     """Two exchanges of contiguous memory, of `sent` bytes over all ranks, and the products between."""
     shapes = [tuple(x.shape) for layer in full.values() for x in layer.values()]
     roots = balanced([cost(*shape) for shape in shapes], ranks)
     mine = [shape for shape, k in zip(shapes, roots, strict=True) if k == me]
-    stacks = [torch.randn(mine.count(shape), *shape) for shape in sorted(set(mine))]
+    stacks = [torch.randn(mine.count(shape), *shape, dtype=dtype) for shape in sorted(set(mine))]
     piece = sent // (2 * ranks * (ranks - 1))  # to each of the others, in each of the exchanges
     there, back = torch.zeros(2, piece * ranks, dtype=torch.uint8)
 
@@ -74,17 +77,23 @@ def bound(full: Any, ranks: int, me: int, sent: int) -> Run:
     return run
 
 
-def by_full_tensor(full: Any, mesh: Any) -> Run:
-    """A parameter at a time over `fully_shard`."""
+def fsdp2(full: Any, mesh: Any) -> list[torch.nn.Parameter]:
+    """The parameters under `fully_shard`, a unit per layer."""
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import distribute_tensor
 
     layers = [
         torch.nn.ParameterDict({k: torch.nn.Parameter(x.clone()) for k, x in layer.items()}) for layer in full.values()
     ]
     for layer in layers:
         fully_shard(layer, mesh=mesh)
-    params = [p for layer in layers for p in layer.parameters()]
+    return [p for layer in layers for p in layer.parameters()]
+
+
+def by_full_tensor(full: Any, mesh: Any, dtype: torch.dtype) -> Run:
+    """A parameter at a time."""
+    from torch.distributed.tensor import distribute_tensor
+
+    params = fsdp2(full, mesh)
     grads = [p.detach().cos() for p in params]
     momenta = [torch.zeros_like(p.detach()) for p in params]
 
@@ -94,18 +103,26 @@ def by_full_tensor(full: Any, mesh: Any) -> Run:
             m.lerp_(g, 1 - MOMENTUM)
             whole = g.lerp(m, MOMENTUM).full_tensor()
             factor = math.sqrt(max(1.0, whole.shape[0] / whole.shape[1]))
-            update = newton_schulz(whole[None])[0]
+            update = newton_schulz(whole[None].to(dtype))[0].to(p.dtype)
             p.mul_(1 - RATE * DECAY)
             p.add_(distribute_tensor(update, p.device_mesh, p.placements, src_data_rank=None), alpha=-RATE * factor)
 
     return run
 
 
+def of_torch(full: Any, mesh: Any) -> Run:
+    params = fsdp2(full, mesh)
+    for p in params:
+        p.grad = p.detach().cos()
+    return torch.optim.Muon(params, lr=RATE, momentum=MOMENTUM, weight_decay=DECAY).step
+
+
 def worker(rank: int, args: argparse.Namespace, port: int, out: Any) -> None:
     join(rank, args, port)
     mesh = make_mesh((-1,), ("fsdp",), device_type="cpu")
     full = full_tree(args.d, args.layers)
-    run = ours(full, mesh)
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    run = ours(full, mesh, dtype)
     run()
     with collectives.record() as events:
         run()
@@ -113,9 +130,11 @@ def worker(rank: int, args: argparse.Namespace, port: int, out: Any) -> None:
     dist.all_reduce(sent)
     runs = {
         "ours": run,
-        "bound": bound(full, args.ranks, rank, int(sent)),
-        "full_tensor": by_full_tensor(full, mesh),
+        "bound": bound(full, args.ranks, rank, int(sent), dtype),
+        "full_tensor": by_full_tensor(full, mesh, dtype),
     }
+    if args.bf16:
+        runs["torch's Muon"] = of_torch(full, mesh)
     table: dict[str, tuple[list[float], int, int]] = {name: ([], 0, 0) for name in runs}
     table["ours"] = [], len(events), int(sent)
     for run in runs.values():
@@ -133,11 +152,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="by default so many that a rank has 16.8M parameters")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--bf16", action="store_true", help="Newton-Schulz in bf16, and torch.optim.Muon beside it")
     args = parser.parse_args()
     args.layers = args.layers or round(16.8e6 * args.ranks / (12 * args.d**2))
     table = launch(worker, args)
     size = 12 * args.d**2 * args.layers
-    print(f"{size / 1e6:.1f}M parameters in {args.layers} units, {args.ranks} gloo ranks, {args.rounds} rounds")
+    kind = "bf16" if args.bf16 else "fp32"
+    print(f"{size / 1e6:.1f}M parameters in {args.layers} units, {args.ranks} gloo ranks, {args.rounds} rounds, {kind}")
     print(f"\n{'Muon by':<14}{'ms':>8}{'quartiles':>18}{'ours / it':>11}{'collectives':>13}{'MB sent':>9}")
     mine = table["ours"][0]
     for name, (times, count, sent) in table.items():
@@ -146,6 +167,8 @@ def main() -> None:
         spread = f"{q[0] * 1e3:.0f} .. {q[2] * 1e3:.0f}"
         known = f"{count:>13}{sent / 1e6:>9.1f}" if sent else f"{'-':>13}{'-':>9}"
         print(f"{name:<14}{q[1] * 1e3:>8.0f}{spread:>18}{ratio:>11.2f}{known}")
+    if not args.bf16:
+        print("torch's Muon   not run: torch.optim.Muon iterates in bf16 alone, use --bf16")
 
 
 if __name__ == "__main__":

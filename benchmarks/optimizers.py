@@ -13,7 +13,7 @@ gradients are spread inside a block (lognormal, sigma).
 from __future__ import annotations
 
 import argparse
-import contextlib
+import importlib
 import random
 import statistics
 import time
@@ -54,25 +54,25 @@ def prepared(tx: optim.GradientTransformation, tree: Any) -> tuple[Callable[[], 
     return run, sum(x.numel() * x.itemsize for x in optree.tree_leaves(held[1])) / sizes
 
 
-def peers(tree: Any) -> dict[str, tuple[Callable[[], None], float]]:
-    """Those that are installed, on one parameter per leaf."""
+PEERS = {"bitsandbytes": "bitsandbytes.optim", "torchao, compiled": "torchao.optim"}
+
+
+def peers(tree: Any) -> tuple[dict[str, tuple[Callable[[], None], float]], dict[str, str]]:
+    """Those that are installed, on one parameter per leaf; and why the others are not there."""
     warnings.simplefilter("ignore")
-    kinds: dict[str, Any] = {}
-    with contextlib.suppress(ImportError):
-        import bitsandbytes  # type: ignore[import-not-found]
-
-        kinds["bitsandbytes"] = bitsandbytes.optim.AdamW8bit
-    with contextlib.suppress(ImportError):
-        import torchao.optim  # type: ignore[import-not-found]
-
-        kinds["torchao, compiled"] = torchao.optim.AdamW8bit
     out: dict[str, tuple[Callable[[], None], float]] = {}
-    for name, kind in kinds.items():
+    absent = {}
+    for name, module in PEERS.items():
+        try:
+            kind = importlib.import_module(module).AdamW8bit
+        except ImportError as error:
+            absent[name] = str(error)
+            continue
         params = [torch.nn.Parameter(x.clone()) for x in optree.tree_leaves(tree)]
         for p in params:
             p.grad = torch.randn_like(p)
         out[name] = kind(params, lr=1e-3).step, float("nan")
-    return out
+    return out, absent
 
 
 def error(sigma: float, block: int | tuple[int, int], steps: int = 20, seed: int = 0) -> float:
@@ -95,12 +95,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     tree = full_tree(args.d, args.layers)
+    others, absent = peers(tree)
     made = {
         "adamw": prepared(optim.adamw(1e-3), tree),
         "adamw8bit": prepared(optim.adamw8bit(1e-3), tree),
         "adamw8bit compiled": prepared(optim.adamw8bit(1e-3, compile=True), tree),
         "adamw8bit tiles": prepared(optim.adamw8bit(1e-3, block=(32, 32)), tree),
-        **peers(tree),
+        **others,
     }
     times: dict[str, list[float]] = {name: [] for name in made}
     shuffler = random.Random(0)
@@ -115,6 +116,8 @@ def main() -> None:
     for name, spent in times.items():
         ratio = statistics.median(a / b for a, b in zip(spent, times["adamw"], strict=True))
         print(f"{name:<18}{statistics.median(spent) * 1e3:>9.1f}{ratio:>10.2f}{made[name][1]:>13.3f}")
+    for name, why in absent.items():
+        print(f"{name:<18} not run: {why}")
     print(f"\n{'relative error':<18}" + "".join(f"{f'sigma {s:g}':>12}" for s in (0, 0.5, 1, 2)))
     blocks: dict[str, int | tuple[int, int]] = {"256": 256, "32 x 32": (32, 32)}
     for name, block in blocks.items():

@@ -50,13 +50,14 @@ def fold(fn: Callable[[Any, Any], Any], layers: Iterable[Any], x: Any, *, prefet
         for layer in items:
             x = fn(layer, x)
         return x
-    before, step.depth = step.depth, prefetch
+    filling = step.filling
+    before, filling.depth = filling.depth, prefetch
     try:
         for i, layer in enumerate(items):
-            step.hints = [tree for tree in items[i + 1 : i + 1 + prefetch] if isinstance(tree, ShardedTree)]
+            filling.hints = [tree for tree in items[i + 1 : i + 1 + prefetch] if isinstance(tree, ShardedTree)]
             x = fn(layer, x)
     finally:
-        step.depth, step.hints = before, []
+        filling.depth, filling.hints = before, []
         if own is not None:
             own.settle()
             own.close()

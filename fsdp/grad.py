@@ -219,7 +219,7 @@ class ValueAndGrad:
                 loss, aux = self._split(self.loss_fn(*traced_args, **traced_kwargs))
             forward = len(recorder.seen)
             if recorder.learning:
-                step.find_spare()
+                step.filling.find_spare()
             step.start_backward()
             direct: list[Tensor | None] = [None] * len(leaves)
             if loss.requires_grad:

@@ -80,7 +80,7 @@ class ModuleStep(Step):
             return
         if self.recorder is not None:
             if self.ended:  # once more over a graph that was retained: ranks compare every step of it
-                self.recorder = self.reducer.recorder = Recorder(None, self.comm)
+                self.recorder = self.reducer.recorder = self.filling.recorder = Recorder(None, self.comm)
             else:
                 self._forward_events = len(self.recorder.seen)
         self.start_backward()

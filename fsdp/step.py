@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from fsdp.buckets import Buckets
+from fsdp.filling import Filling
 from fsdp.full import Full
 from fsdp.outputs import check_outputs, nodes_of
 from fsdp.precision import MixedPrecision
 from fsdp.reducing import Carry, Reducer
-from fsdp.schedule import Event, Recorder, Schedule
+from fsdp.schedule import Recorder, Schedule
 from ragged.ahead import Ahead
-from ragged.buffer import compare
 from ragged.chunks import address_of
 from ragged.layout import Bucket
 from ragged.mesh import Comm
@@ -68,10 +68,8 @@ class Step:
     Attributes:
       comm: the mesh; `recorder`: order of collectives, None without gradients.
       precision: of calls that don't say their own.
-      buckets: those that calls gather; `reducer`: what becomes of gradients.
+      buckets: those that calls gather; `filling`: which are full; `reducer`: what becomes of gradients.
       at_close: called once when the step ends.
-      depth: how many calls ahead forward gathers run whatever their size (`Ahead`); 0 for none at all.
-      hints: trees that the next calls will use, while no schedule is known.
     """
 
     def __init__(
@@ -83,29 +81,24 @@ class Step:
         precision: MixedPrecision | None = None,
         carry: Carry | None = None,
     ) -> None:
-        self.comm, self.schedule, self.recorder = comm, schedule, recorder
+        self.comm, self.recorder = comm, recorder
         self.precision = precision or MixedPrecision()
         self.carry = carry or Carry()
         self.reducer = Reducer(comm, recorder, how, self.carry)
-        self.last_call = {} if schedule is None else schedule.last_call
-        self._spare: frozenset[str] = frozenset() if schedule is None else schedule.spare
         self.calls: list[tuple[str, ...]] = []
         self.at_close: list[Callable[[], None]] = []
-        self.depth = 1
-        self.hints: list[ShardedTree] = []
         self.backward = False
         self.ended = False  # backward has been through all of it
         self.closed = False
         self.buckets = Buckets()
+        self.filling = Filling(comm, self.buckets, schedule, recorder, self.carry)
         self._clock = 0  # ticks when a call begins and when it ends
         self._ends: list[_End] = []  # calls in the order in which they ended; backward visits them in reverse
         self._first_end: dict[str, int] = {}  # a bucket's first end
         self._visited = 0  # backward has come down to this many ends
-        alone = comm.everyone.size == 1 and comm.device.type == "cpu"  # nothing is on its way for any time
-        self._ahead = Ahead(() if schedule is None or alone else schedule.sizes)
+        self._ahead = Ahead(())  # of backward
         self._route: list[int] = []  # the ends that backward needs, in the order in which it comes to them
         self._turns: dict[int, int] = {}  # the place of an end in it
-        self._warm: dict[str, Full] = {}  # filled in forward, those used last come last
 
     # Forward
 
@@ -168,28 +161,10 @@ class Step:
         self._clock += 1
         index = len(self.calls)
         self.calls.append(tuple(full.key for full in fulls))
-        self._free_idle(fulls, index)
-        self._ensure(fulls, self._next(index, precision))
+        self.filling.enter(fulls, index, precision)
         for full in fulls:
-            if not full.alone:  # which has no memory of its own
-                self._warm.pop(full.key, None)
-                self._warm[full.key] = full
             if not full.sole:
                 self.reducer.used(full, self._clock)
-
-    def _free_idle(self, fulls: Sequence[Full], index: int) -> None:
-        """Empty buckets that no call uses now, but for those that come again, or that a budget keeps."""
-        kept = 0
-        for other in reversed(self._warm.copy().values()):  # what backward needs first comes first
-            if other.uses or other in fulls or self.last_call.get(other.key, -1) >= index:
-                continue
-            kept += other.nbytes
-            if kept > other.budget:
-                other.empty()
-                del self._warm[other.key]
-                kept -= other.nbytes
-            elif other.key in self._spare:
-                other.let_go()
 
     def is_sole(self, full: Full) -> bool:
         """Whether nothing is sent for a bucket, neither its parameters nor its gradients."""
@@ -198,47 +173,7 @@ class Step:
     def _revisit(self, fulls: Sequence[Full]) -> None:
         for full in fulls:
             full.revisited = True
-        self._ensure(fulls)
-
-    def _ensure(self, fulls: Sequence[Full], ahead: Sequence[Full] = ()) -> None:
-        """Have buckets filled, and more on their way: all are launched before any is waited for."""
-        self._start([*fulls, *ahead])
-        for full in fulls:
-            full.wait()
-
-    def _start(self, fulls: Sequence[Full]) -> None:
-        new = [full for full in dict.fromkeys(fulls) if not full.filled and full.pending is None]
-        if not new:
-            return
-        for full in new:
-            if full.reduced:
-                raise ValueError(f"unit {full.key!r} is used again in backward after its gradient was complete")
-        if self.recorder is None:  # without a schedule ranks compare what they are about to gather
-            for ragged in dict.fromkeys(full.bucket.ragged for full in new):
-                buckets = [(full.bucket, full.gathers) for full in new if full.bucket.ragged == ragged]
-                compare("gather", buckets, self.comm.group(ragged))
-        for full in new:
-            if self.recorder is not None:
-                self.recorder.issue(Event("gather", full.key, full.bucket, full.gathers))
-            full.fill()
-
-    def _next(self, index: int, precision: MixedPrecision) -> list[Full]:
-        """The buckets of the calls that follow, ready to be filled in the dtypes in which those will want them."""
-        if self.schedule is not None:
-            calls = self.schedule.calls
-
-            def ready(turn: int) -> bool:  # a derived tree doesn't exist yet
-                return all(key in self.buckets for key in calls[turn])
-
-            due = self._ahead.due(index, self.depth, ready)
-            ahead = [self.buckets[key] for turn in due for key in calls[turn]]
-        else:
-            ahead = [full for tree in self.hints[: self.depth] for full in self.buckets.of(tree)]
-        for full in ahead:
-            known = None if self.schedule is None else self.schedule.casts.get(full.key)
-            if full.cast is None:
-                full.prepare(known or precision.cast(full.local.dtype), self.carry.kept.get(full.key))
-        return ahead
+        self.filling.ensure(fulls)
 
     def _substitute(self, first: Any, of_trees: Sequence[Sequence[Full]]) -> Any:
         """`first` with full leaves in place of its sharded trees, whose buckets are given in order."""
@@ -251,11 +186,6 @@ class Step:
             return optree.tree_unflatten(tree.selection.structure, [leaves[i] for i in tree.selection.order])
 
         return full_tree(first) if is_sharded(first) else optree.tree_map(full_tree, first, is_leaf=is_sharded)
-
-    def find_spare(self) -> None:
-        """After forward: which buckets stay though backward can't read them; for `course`."""
-        for full in self._warm.values():
-            full.find_spare()
 
     # Backward
 
@@ -274,7 +204,7 @@ class Step:
         else:  # a gradient inside the loss, such as a penalty on it
             fulls = self._read_by(end)
             self._revisit(fulls)
-            self._warm |= {full.key: full for full in fulls}
+            self.filling.stay(fulls)
             if not torch.is_grad_enabled():
                 for later in range(end + 1, len(self._ends)):
                     self._leave_call(later, trainable=True)
@@ -292,8 +222,8 @@ class Step:
             self.reducer.above(self._ends[self._visited].tick)
             turn = self._turns.get(self._visited)
             if turn is not None:
-                self._ensure(self._read_by(self._visited))
-                self._start([full for t in self._ahead.due(turn) for full in self._read_by(self._route[t])])
+                self.filling.ensure(self._read_by(self._visited))
+                self.filling.start([full for t in self._ahead.due(turn) for full in self._read_by(self._route[t])])
 
     def _leave_call(self, end: int, trainable: bool) -> None:
         """Backward has left a call: empty what no call before it reads. Trainable buckets wait for their gradients."""
@@ -321,7 +251,7 @@ class Step:
             self.reducer.take(full, grads)
             return None
         if not full.unread:
-            self._ensure([full])
+            self.filling.ensure([full])
         full.reduced = True
         return self.reducer.collect(full, grads, self._lent(full, grads))
 
@@ -384,6 +314,5 @@ class Step:
             done()
         self.at_close = []
         self.buckets.clear()
-        self._warm.clear()
+        self.filling.clear()
         self.reducer.clear()
-        self.hints = []

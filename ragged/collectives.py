@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ragged.groups import Group
+from ragged.sums import cut, in_order, joined, sum_parts
 
 __all__ = [
     "Done",
@@ -196,12 +197,12 @@ def reduce_scatter(
     length, kind = sum(x.numel() for x in parts), parts[0].dtype
     dtype = kind if dtype is None else dtype
     if group.size == 1:
-        return Done(_joined(parts).to(dtype))
+        return Done(joined(parts).to(dtype))
     cuts = [length // group.size] * group.size if sizes is None else list(sizes)
     mine = cuts[group.rank]
     _note("reduce_scatter", (length - mine) * kind.itemsize, group)
     if parts[0].device.type != "cpu":
-        full = _joined(parts)
+        full = joined(parts)
         pieces, out = torch.split(full, cuts), full.new_empty(mine)
         if sizes is None:
             works = [_reduce_scatter_single(out, full, group=group.handle, async_op=True)]
@@ -212,39 +213,10 @@ def reduce_scatter(
             if piece.numel()
         ]
         return Pending(works, lambda: out.copy_(pieces[group.rank]).to(dtype))
-    collected, works = _collect(_cut(parts, cuts), group)
+    collected, works = _collect(cut(parts, cuts), group)
     if len(collected) == 1:
-        return Pending(works, lambda: _in_order(collected[0], torch.add, dtype))
-    return Pending(works, lambda: _sum_parts(collected, torch.empty(mine, dtype=dtype)))
-
-
-def _sum_parts(collected: Sequence[Sequence[Tensor]], out: Tensor) -> Tensor:
-    """Sum what belongs together, part after part."""
-    for place, same in zip(out.split_with_sizes([parts[0].numel() for parts in collected]), collected, strict=True):
-        _in_order(same, torch.add, out=place)
-    return out
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def _cut(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
-    """Tensors that follow each other, cut into pieces of given sizes: views."""
-    if len(parts) == 1:
-        return [[piece] for piece in torch.split(parts[0], list(sizes))]
-    out: list[list[Tensor]] = []
-    rest, i, at = 0, 0, 0
-    for size in sizes:
-        piece, rest = [], size
-        while rest:
-            n = min(rest, parts[i].numel() - at)
-            piece += [parts[i][at : at + n]] if n else []
-            rest, at = rest - n, at + n
-            if at == parts[i].numel():
-                i, at = i + 1, 0
-        out.append(piece)
-    return out
+        return Pending(works, lambda: in_order(collected[0], torch.add, dtype))
+    return Pending(works, lambda: sum_parts(collected, torch.empty(mine, dtype=dtype)))
 
 
 def _collect(
@@ -260,25 +232,6 @@ def _collect(
         sent = [piece[i] if i < len(piece) else None for piece in pieces]
         works += _swap(sent, places or [None] * group.size, group, tag)
     return [[*r[: group.rank], x, *r[group.rank :]] for x, r in zip(own, received, strict=True)], works
-
-
-def _in_order(
-    parts: Sequence[Tensor],
-    combine: Callable[..., Tensor],
-    dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Combine in the order given, so that the result is the same on every run and machine; a new tensor, or `out`."""
-    straight = None if out is None or out.dtype != parts[0].dtype else out
-    if parts[0].dtype in (torch.bfloat16, torch.float16):
-        total = combine(parts[0].float(), parts[1])
-    else:
-        total = combine(parts[0], parts[1], out=straight)
-    for part in parts[2:]:
-        combine(total, part, out=total)
-    if out is not None:
-        return total if total is out else out.copy_(total)
-    return total.to(parts[0].dtype if dtype is None else dtype)
 
 
 Tags = tuple[int, int]
@@ -309,12 +262,12 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", drawn: Tags | None = No
     if flat.nbytes <= SMALL:
         _note("all_reduce", flat.nbytes * (group.size - 1), group)
         (parts,), works = _collect([[flat]] * group.size, group, [first])
-        return Pending(works, lambda: x.copy_(_in_order(parts, combine).view_as(x)))
+        return Pending(works, lambda: x.copy_(in_order(parts, combine).view_as(x)))
     share = -(-flat.numel() // group.size)
     pieces = [flat[k * share : (k + 1) * share] for k in range(group.size)]
     _note("all_reduce", flat.nbytes - pieces[group.rank].nbytes + pieces[group.rank].nbytes * (group.size - 1), group)
     (parts,), works = _collect([[piece] for piece in pieces], group, [first])
-    return _Rejoin(x, flat, pieces, Pending(works, lambda: _in_order(parts, combine)), group, second)
+    return _Rejoin(x, flat, pieces, Pending(works, lambda: in_order(parts, combine)), group, second)
 
 
 class _Rejoin(Pending):

@@ -43,7 +43,7 @@ def _of(files: list[Path]) -> dict[str, Place]:
     out: dict[str, Place] = {}
     for file in files:
         try:
-            found, _ = parse(file.name, read_header(file), file.stat().st_size)
+            found = parse(file.name, read_header(file), file.stat().st_size)
         except ValueError as error:
             raise ValueError(f"{file.parent}/{error}") from None
         for name, place in found.items():

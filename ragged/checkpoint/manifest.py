@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ragged.checkpoint.safetensors import CODES, LONGEST, Place, parse
+from ragged.checkpoint.safetensors import CODES, DTYPES, LONGEST, Place, parse
 from ragged.paths import Shaped, natural_key
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 _VERSION = 1
-_DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def _value_out(value: Any) -> Any:
 
 def _value_in(value: Any) -> Any:
     if isinstance(value, dict) and "dtype" in value:
-        return torch.tensor(_value_in(value["value"]), dtype=_DTYPES[value["dtype"]])
+        return torch.tensor(_value_in(value["value"]), dtype=DTYPES[value["dtype"]])
     return float(value["float"]) if isinstance(value, dict) else value
 
 
@@ -131,7 +130,7 @@ def places_in(folder: Path, manifest: Manifest) -> dict[str, Place]:
             raise ValueError(f"{path} is missing") from None
         if hashlib.sha256(start).hexdigest() != manifest.headers[name]:
             raise ValueError(f"{path} is damaged: its header was changed")
-        found |= parse(name, start, size)[0]
+        found |= parse(name, start, size)
     return found
 
 

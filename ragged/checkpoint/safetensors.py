@@ -16,7 +16,7 @@ import torch
 
 from ragged.paths import Shaped
 
-__all__ = ["CODES", "LONGEST", "Place", "header", "parse"]
+__all__ = ["CODES", "DTYPES", "LONGEST", "Place", "header", "parse"]
 
 CODES = {
     torch.bool: "BOOL",
@@ -37,7 +37,7 @@ CODES = {
     torch.int64: "I64",
     torch.uint64: "U64",
 }
-_DTYPES = {code: dtype for dtype, code in CODES.items()}
+DTYPES = {code: dtype for dtype, code in CODES.items()}
 LONGEST = 1 << 30  # bytes of a header that are still believed
 
 
@@ -66,7 +66,7 @@ def header(file: str, tensors: Mapping[str, Shaped], metadata: Mapping[str, str]
     Example:
       >>> import torch
       >>> start, places = header("w", {"w": Shaped((2, 3), torch.float32)}, {})
-      >>> len(start) % 8, places["w"].start == len(start), parse("w", start, len(start) + 24)[0] == places
+      >>> len(start) % 8, places["w"].start == len(start), parse("w", start, len(start) + 24) == places
       (0, True, True)
     """
     for name, (shape, dtype) in tensors.items():
@@ -87,8 +87,8 @@ def header(file: str, tensors: Mapping[str, Shaped], metadata: Mapping[str, str]
     return start, places
 
 
-def parse(file: str, start: bytes, size: int) -> tuple[dict[str, Place], dict[str, str]]:
-    """Places and metadata of a file.
+def parse(file: str, start: bytes, size: int) -> dict[str, Place]:
+    """Where the tensors of a file lie.
 
     Args:
       file: its name, for messages and places; `start`: its first bytes, the whole header at least.
@@ -102,12 +102,12 @@ def parse(file: str, start: bytes, size: int) -> tuple[dict[str, Place], dict[st
         raise ValueError(f"{file}: no safetensors file, or cut short: {size} bytes, of which the header is {length}")
     try:
         table = json.loads(start[8 : 8 + length])
-        metadata = {str(k): str(v) for k, v in table.pop("__metadata__", {}).items()}
+        table.pop("__metadata__", None)
         found = {name: _place(file, entry, 8 + length) for name, entry in table.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file}: the header is damaged: {error!r}") from None
     _check_tiling(file, list(found.values()), 8 + length, size)
-    return found, metadata
+    return found
 
 
 def _place(file: str, entry: Mapping[str, Any], base: int) -> Place:
@@ -115,7 +115,7 @@ def _place(file: str, entry: Mapping[str, Any], base: int) -> Place:
     shape = tuple(entry["shape"])
     if any(type(n) is not int or n < 0 for n in (*shape, first, stop)):
         raise ValueError(f"shape {shape}, offsets {first}, {stop}")
-    place = Place(file, shape, _DTYPES[entry["dtype"]], base + first)
+    place = Place(file, shape, DTYPES[entry["dtype"]], base + first)
     if place.nbytes != stop - first:
         raise ValueError(f"shape {shape} of {entry['dtype']} in {stop - first} bytes")
     return place
