@@ -88,7 +88,7 @@ def end_step(recorder: Recorder, over: Averaging, loss: Tensor | None, error: Ex
     apart = comm.device.type != group.host
     value = torch.zeros((), dtype=torch.float64, device=comm.device)
     if loss is not None and error is None:
-        value = loss.double()
+        value.copy_(loss)
     report[0] = 0.0 if apart else value
     report[1] = 0.0 if error is None else 1.0
     # Zero if losses are equal along model axes, which was seen once and must stay so.

@@ -209,17 +209,21 @@ class Full:
 
     def let_go(self) -> None:
         """Free full parameters that stay after forward, if backward can't read them."""
-        if self.filled and not (self.alone or self.lasting) and not self.held():
+        if self.filled and not (self.alone or self.lasting or self.derived) and not self.held():
             self.unread, self.filled = True, False
 
     def find_spare(self) -> None:
         """See whether the next step can let go of what stays after forward in this one."""
         self.spare = self.unread
-        if self.filled and self.budget and not (self.alone or self.lasting):
+        if self.filled and self.budget and not (self.alone or self.lasting or self.derived):
             copy = self.buffer.clone()
             self.spare = not self.held()
             if self.spare:
                 self.room = room_over(copy.untyped_storage(), self.bucket, self.gathers)
+
+    def anchor(self) -> Tensor | None:
+        """The smallest of the full leaves that the step's Gather node handed out."""
+        return min(self._outputs or (), key=Tensor.numel, default=None)
 
     @property
     def address(self) -> int:

@@ -222,8 +222,11 @@ class ValueAndGrad:
                 step.filling.find_spare()
             step.start_backward()
             direct: list[Tensor | None] = [None] * len(leaves)
-            if loss.requires_grad:
-                direct = list(torch.autograd.grad(loss, leaves, allow_unused=True))
+            # A computed tree's gradient goes on through autograd, on ranks whose loss doesn't reach the tree too.
+            roots = [x for x in (loss, *step.anchors()) if x.requires_grad]
+            if roots:
+                seeds = [None if x is loss else x.new_zeros(()).expand(x.shape) for x in roots]
+                direct = list(torch.autograd.grad(roots, leaves, seeds, allow_unused=True))
             step.finish()
             wanted = [traced_args[i] for i in argnums]
             found = collected(wanted, step, dict(zip(map(id, leaves), direct, strict=True)))

@@ -211,7 +211,8 @@ class Reducer:
                 break
             self._land_first()
         if self.recorder is not None:
-            self.recorder.issue(Event("reduce", full.key, full.bucket, full.reduces))
+            kind = "scatter" if full.derived else "reduce"
+            self.recorder.issue(Event(kind, full.key, full.bucket, full.reduces))
 
     def land(self) -> None:
         """Wait for the reductions in flight."""

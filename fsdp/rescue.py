@@ -26,7 +26,7 @@ def take_part(events: Sequence[Event], how: Callable[[Bucket], Reduction], comm:
             gather_into(full, local, bucket, comm).wait()
         elif event.kind == "sum":
             all_reduce(local, comm.group(how(bucket).across)).wait()
-        elif event.key.startswith("derived"):
+        elif event.kind == "scatter":
             reduce_buffer(full, bucket, comm, Reduction((), 1)).wait()
         else:
             reduce_buffer(full, bucket, comm, how(bucket)).wait()

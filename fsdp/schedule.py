@@ -18,7 +18,8 @@ __all__ = ["Event", "Recorder", "Schedule"]
 
 
 class Event(NamedTuple):
-    """One collective of a step: "gather" or "reduce" of a bucket, or "sum" over replicas of its shard."""
+    """One collective of a step: "gather" or "reduce" of a bucket, "scatter" of one that was computed, or "sum" over
+    replicas of its shard."""
 
     kind: str
     key: str

@@ -1,4 +1,4 @@
-"""One run of a differentiated function: which buckets are full, what is in flight, what comes next."""
+"""One run of a differentiated function: its calls, and the way of backward through them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdp.precision import MixedPrecision
 from fsdp.reducing import Carry, Reducer
 from fsdp.schedule import Recorder, Schedule
 from ragged.ahead import Ahead
-from ragged.chunks import address_of
+from ragged.chunks import address_of, is_freed
 from ragged.layout import Bucket
 from ragged.mesh import Comm
 from ragged.reduction import Reduction
@@ -239,6 +239,10 @@ class Step:
     def _read_by(self, end: int) -> list[Full]:
         return [full for full in self._fulls_of(end) if not full.reduced and not full.unread]
 
+    def anchors(self) -> list[Tensor]:
+        """A full leaf of each bucket that was computed: backward from it reaches the computation on every rank."""
+        return [found for full in self.buckets if full.derived and (found := full.anchor()) is not None]
+
     def collect(self, full: Full, grads: tuple[Tensor | None, ...]) -> Tensor | None:
         """Gradients of a bucket are complete: reduce them, in the one order of all ranks."""
         if full.reduced or not self.backward:
@@ -250,6 +254,8 @@ class Step:
             full.reduced = True
             self.reducer.take(full, grads)
             return None
+        if full.derived:  # this rank's loss may not reach its calls
+            self._come_down(self._first_end.get(full.key, len(self._ends)))
         if not full.unread:
             self.filling.ensure([full])
         full.reduced = True
@@ -257,9 +263,14 @@ class Step:
 
     def _lent(self, full: Full, grads: tuple[Tensor | None, ...]) -> bool:
         """Whether some gradient lies where parameters do: a backward may return what it saved."""
-        homes = self.buckets if full.bucket.parted else (full,)
-        addresses = {home.address for home in homes} - {0}
-        return any(address_of(g) in addresses for g in grads)
+        homes = {home.address: home for home in self.buckets if home.address}
+        lenders = [homes[at] for at in map(address_of, grads) if at in homes]
+        if any(home is not full and home.reduced for home in lenders) or any(map(is_freed, grads)):
+            raise ValueError(
+                f"a backward returned, as a gradient of unit {full.bucket.unit!r}, a tensor that lies on another "
+                "unit's parameters, whose memory was freed or used for gradients since; return a clone() of it"
+            )
+        return bool(lenders)
 
     def finish(self) -> None:
         """After backward: visit what is left, zeros for what got no gradient, and the last reduce."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ragged.layout import Bucket, Chunk
 
-__all__ = ["address_of", "in_chunks", "split_chunks"]
+__all__ = ["address_of", "in_chunks", "is_freed", "split_chunks"]
 
 
 def split_chunks(full: Tensor, bucket: Bucket) -> Sequence[Tensor]:
@@ -41,6 +41,13 @@ def address_of(x: Tensor | None) -> int:
     """Where a tensor's storage lies; 0 for None, and for what has others inside, or none."""
     strided = x is not None and type(x) is Tensor and x.layout == torch.strided
     return x.untyped_storage().data_ptr() if x is not None and strided else 0
+
+
+def is_freed(x: Tensor | None) -> bool:
+    """Whether a tensor should have values but its storage has no memory any more."""
+    if x is None or type(x) is not Tensor or x.layout != torch.strided:
+        return False
+    return x.numel() > 0 and x.untyped_storage().nbytes() == 0
 
 
 def _is_plain(x: Tensor) -> bool:

@@ -76,12 +76,17 @@ def _note(kind: str, sent: int, group: Group) -> None:
         log.append(Event(kind, sent, group.size))
 
 
+def _nothing() -> Tensor:
+    raise AssertionError("finished twice")
+
+
 class Pending:
     """A collective in flight; `wait` returns its result, and is idempotent."""
 
-    def __init__(self, works: Sequence[Any], finish: Callable[[], Tensor]) -> None:
+    def __init__(self, works: Sequence[Any] = (), finish: Callable[[], Tensor] = _nothing) -> None:
         self._works, self._finish = works, finish
         self._result: Tensor | None = None
+        self._error: Exception | None = None
 
     @property
     def done(self) -> bool:
@@ -89,22 +94,29 @@ class Pending:
         return self._result is not None
 
     def wait(self) -> Tensor:
+        if self._error is not None:  # what has failed once would be waited for until the backend gives up
+            raise self._error
         if self._result is None:
-            for work in self._works:
-                work.wait()
-            self._result = self._finish()
-            self._works, self._finish = (), _nothing
+            try:
+                self._result = self._complete()
+            except Exception as error:
+                self._error = error
+                raise
         return self._result
 
-
-def _nothing() -> Tensor:
-    raise AssertionError("finished twice")
+    def _complete(self) -> Tensor:
+        for work in self._works:
+            work.wait()
+        result = self._finish()
+        self._works, self._finish = (), _nothing
+        return result
 
 
 class Done(Pending):
     """A result that needed no collective."""
 
     def __init__(self, result: Tensor) -> None:
+        super().__init__()
         self._result = result
 
 
@@ -216,7 +228,7 @@ def reduce_scatter(
     collected, works = _collect(cut(parts, cuts), group)
     if len(collected) == 1:
         return Pending(works, lambda: in_order(collected[0], torch.add, dtype))
-    return Pending(works, lambda: sum_parts(collected, torch.empty(mine, dtype=dtype)))
+    return Pending(works, lambda: sum_parts(collected, torch.empty(mine, dtype=dtype, device="cpu")))
 
 
 def _collect(
@@ -276,17 +288,15 @@ class _Rejoin(Pending):
     def __init__(
         self, x: Tensor, flat: Tensor, pieces: Sequence[Tensor], reduced: Pending, group: Group, tag: int
     ) -> None:
-        self._result = None
+        super().__init__()
         self._parts = x, flat, pieces, reduced, group, tag
 
-    def wait(self) -> Tensor:
-        if self._result is None:
-            x, flat, pieces, reduced, group, tag = self._parts
-            pieces[group.rank].copy_(reduced.wait())
-            for work in _swap([pieces[group.rank]] * group.size, pieces, group, tag):
-                work.wait()
-            self._result = x if x.data_ptr() == flat.data_ptr() else x.copy_(flat.view_as(x))
-        return self._result
+    def _complete(self) -> Tensor:
+        x, flat, pieces, reduced, group, tag = self._parts
+        pieces[group.rank].copy_(reduced.wait())
+        for work in _swap([pieces[group.rank]] * group.size, pieces, group, tag):
+            work.wait()
+        return x if x.data_ptr() == flat.data_ptr() else x.copy_(flat.view_as(x))
 
 
 def exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: Group) -> Pending:
@@ -318,12 +328,12 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
         dist.all_gather_object(out, value, group=group.handle)
         return out
     raw = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = torch.empty(group.size, dtype=torch.int64)
+    sizes = torch.empty(group.size, dtype=torch.int64, device="cpu")  # whatever the default device is
     counts = list(torch.split(sizes, 1))
     counts[group.rank].fill_(raw.numel())
     for work in _swap([counts[group.rank]] * group.size, counts, group):
         work.wait()
-    texts = [torch.empty(n, dtype=torch.uint8) for n in sizes.tolist()]
+    texts = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in sizes.tolist()]
     texts[group.rank] = raw
     for work in _swap([raw] * group.size, texts, group):
         work.wait()

@@ -92,12 +92,11 @@ class _Rest(Pending):
 
     def __init__(self, scattered: Pending, group: Group, divisor: int, dtype: torch.dtype) -> None:
         self._scattered, self._group, self._divisor, self._dtype = scattered, group, divisor, dtype
+        super().__init__()
         self._tags = tags(group)
-        self._result = None
 
-    def wait(self) -> Tensor:
-        if self._result is None:
-            shard = all_reduce(self._scattered.wait(), self._group, drawn=self._tags).wait().to(self._dtype)
-            self._result = shard.div_(self._divisor) if self._divisor > 1 else shard
-            self._scattered = Done(self._result)
-        return self._result
+    def _complete(self) -> Tensor:
+        shard = all_reduce(self._scattered.wait(), self._group, drawn=self._tags).wait().to(self._dtype)
+        result = shard.div_(self._divisor) if self._divisor > 1 else shard
+        self._scattered = Done(result)
+        return result
