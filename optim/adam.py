@@ -80,10 +80,11 @@ def adamw(
     mask: Any = None,
     mu_dtype: torch.dtype | None = None,
 ) -> GradientTransformation:
-    """AdamW: Adam with decoupled weight decay, equal to `torch.optim.AdamW`.
+    """AdamW: Adam with decoupled weight decay, equal to `torch.optim.AdamW` for equal arguments.
 
     Args:
       learning_rate: a number, or a schedule of the count before the step.
+      weight_decay: optax's default; torch's is 0.01.
       mask: leaves that decay, as in `add_decayed_weights`; all by default.
       mu_dtype: dtype of the first moment.
 
