@@ -127,7 +127,7 @@ def adamw(
             count = adam.count.float()
             torch_adamw(
                 wide,
-                [g.to(v.dtype) for g, v in zip(gs, vs, strict=True)],
+                [_laid_out(g.to(v.dtype), v) for g, v in zip(gs, vs, strict=True)],
                 ms,
                 vs,
                 [],
@@ -152,7 +152,7 @@ def adamw(
     def fused_or_not(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         require_like(params, state[0].mu, "mu")
         require_like(params, state[0].nu, "nu")
-        if _fusable(state[0]) and not torch.compiler.is_compiling():  # the compiler makes a kernel of its own
+        if _fusable(params, state[0]) and not torch.compiler.is_compiling():  # the compiler makes a kernel of its own
             return step_fn(params, grads, state)
         updates, state = tx.update(grads, state, params)
         return optree.tree_map(lambda p, u: p.add_(u), params, updates), state
@@ -164,10 +164,15 @@ def _moment_dtype(p: Tensor) -> torch.dtype:
     return torch.float64 if p.dtype == torch.float64 else torch.float32
 
 
-def _fusable(state: ScaleByAdamState) -> bool:
-    """torch's kernel wants one dtype for both moments."""
-    pairs = zip(optree.tree_leaves(state.mu), optree.tree_leaves(state.nu), strict=True)
-    return all(m.dtype == v.dtype for m, v in pairs)
+def _fusable(params: Any, state: ScaleByAdamState) -> bool:
+    """torch's kernel wants one dtype for both moments, and reads memory in order, whatever the strides are."""
+    columns = [optree.tree_leaves(tree) for tree in (params, state.mu, state.nu)]
+    return all(m.dtype == v.dtype and p.stride() == m.stride() == v.stride() for p, m, v in zip(*columns, strict=True))
+
+
+def _laid_out(g: Tensor, like: Tensor) -> Tensor:
+    """A gradient with the strides of a moment: autograd's may be expanded or transposed."""
+    return g if g.stride() == like.stride() else torch.empty_like(like).copy_(g)
 
 
 def _check(b1: float, b2: float, eps: float) -> None:

@@ -287,3 +287,15 @@ def test_chain_joins_blocks() -> None:
     assert both.blocks is not None
     assert both.blocks("w", (8, 5), torch.float32) == (30, 256)
     assert optim.chain(optim.identity()).blocks is None
+
+
+@pytest.mark.parametrize("loss", [lambda w: 3 * w.sum(), lambda w: (w.t() * torch.arange(6.0).view(3, 2)).sum()])
+@pytest.mark.parametrize("turned", [False, True])
+def test_adamw_reads_gradients_of_any_strides(loss: Any, turned: bool) -> None:
+    w = torch.randn(3, 2).t() if turned else torch.randn(2, 3)
+    x = w.clone().requires_grad_()
+    grad = torch.autograd.grad(loss(x), x)[0]
+    tx, start = optim.adamw(0.1), w.clone(memory_format=torch.contiguous_format)
+    want, _ = optim.make_step(tx, donate=False)(start, grad.contiguous(), tx.init(start))
+    got, _ = optim.make_step(tx)(w, grad, tx.init(w))
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
